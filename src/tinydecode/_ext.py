@@ -151,10 +151,11 @@ def installed() -> list[str]:
     found = []
     for name in DISTRIBUTIONS:
         try:
-            importlib.metadata.distribution(name)
+            record = importlib.metadata.distribution(name).read_text("RECORD")
         except importlib.metadata.PackageNotFoundError:
             continue
-        found.append(name)
+        if record is not None:  # without one it is an .egg-info that a build left in the tree
+            found.append(name)
     return found
 
 
