@@ -191,7 +191,7 @@ class Engine:
             min_p: see `SamplingParams`.
             repetition_penalty: see `SamplingParams`.
             seed: makes this call repeatable; None draws one, found in `stats.seed`.
-            eos_token_ids: ids that end a row; None takes the model's own set. They are not returned.
+            eos_token_ids: ids that end a row and are not returned; None takes the model's own set.
             ignore_eos: treat those ids as ordinary tokens.
 
         Returns:

@@ -104,8 +104,7 @@ class LlamaModel:
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)  # views, [B, T, heads, D]
         k_cache, v_cache = cache.layer(index)
 
-        ops.rope(q, k, cache.cos, cache.sin, cache.seq_lens)
-        ops.kv_append(k, v, k_cache, v_cache, cache.seq_lens)
+        ops.rope_kv_append(q, k, v, k_cache, v_cache, cache.cos, cache.sin, cache.seq_lens)
         if is_prefill:
             attended = ops.prefill_attention(q, k, v)
         else:

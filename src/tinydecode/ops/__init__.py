@@ -84,6 +84,20 @@ def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: 
     _pick(k).kv_append(k, v, k_cache, v_cache, seq_lens)
 
 
+def rope_kv_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seq_lens: Tensor,
+) -> None:
+    """`rope` and `kv_append` of the new tokens in one go; see `ref.rope_kv_append`."""
+    _pick(q).rope_kv_append(q, k, v, k_cache, v_cache, cos, sin, seq_lens)
+
+
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """[..., 2F] -> [..., F]; see `ref.silu_mul`."""
     result: Tensor = _pick(gate_up).silu_mul(gate_up, out)

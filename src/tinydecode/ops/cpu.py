@@ -37,6 +37,21 @@ def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: 
         v_cache[row, :, start : start + count] = v[row, :count].transpose(0, 1)
 
 
+def rope_kv_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seq_lens: Tensor,
+) -> None:
+    """As `ref.rope_kv_append`."""
+    rope(q, k, cos, sin, seq_lens)
+    kv_append(k, v, k_cache, v_cache, seq_lens)
+
+
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """As `ref.silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -100,6 +100,21 @@ def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: 
     v_cache.transpose(1, 2).index_put_((rows, slots), v)
 
 
+def rope_kv_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seq_lens: Tensor,
+) -> None:
+    """`rope`, then `kv_append` of the rotated keys and the values. Arguments as there."""
+    rope(q, k, cos, sin, seq_lens)
+    kv_append(k, v, k_cache, v_cache, seq_lens)
+
+
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """``silu(gate) * up`` with gate the first and up the second half of the last dimension.
 
