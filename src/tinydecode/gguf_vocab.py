@@ -22,6 +22,8 @@ from tokenizers import (
     pre_tokenizers,
 )
 
+from tinydecode.errors import CheckpointError
+from tinydecode.gguf import read_metadata
 from tinydecode.tokenizer import TokenizerParts
 
 _logger = logging.getLogger("tinydecode")
@@ -72,10 +74,19 @@ _SPLITS = {
 
 
 def read_tokenizer(path: Path) -> TokenizerParts:
-    """The tokenizer of a GGUF file. Raises as build_tokenizer does."""
-    from tinydecode.gguf import read_metadata
+    """The tokenizer of a GGUF file.
 
-    return build_tokenizer(read_metadata(path))
+    Raises:
+        CheckpointError: the file is damaged, has no vocabulary, or one that contradicts itself.
+        NotImplementedError: a tokenizer model or text splitting that is not built here.
+    """
+    metadata = read_metadata(path)
+    try:
+        return build_tokenizer(metadata)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{path}: {error}") from None
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise CheckpointError(f"{path}: its vocabulary is unusable ({error!r})") from error
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
@@ -85,12 +96,12 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
         metadata: GGUF keys to values; those under "tokenizer." are read.
 
     Raises:
-        ValueError: the vocabulary is missing or contradicts itself.
+        ValueError, LookupError: the vocabulary is missing or contradicts itself.
         NotImplementedError: a tokenizer model or text splitting that is not built here.
     """
     model = metadata.get("tokenizer.ggml.model")
     if "tokenizer.ggml.tokens" not in metadata:
-        raise ValueError("this GGUF file has no tokenizer.ggml.tokens: it carries no vocabulary")
+        raise ValueError("no tokenizer.ggml.tokens: the file carries no vocabulary")
     if model == "gpt2":
         backend, add_bos = _byte_level_bpe(metadata)
     elif model == "llama":

@@ -16,6 +16,7 @@ from typing import Any
 
 import tokenizers
 
+from tinydecode.errors import CheckpointError, refuse_lfs_pointer
 from tinydecode.token_bytes import TokenBytes
 
 
@@ -37,7 +38,8 @@ class Tokenizer:
 
     Raises:
         FileNotFoundError: no such path, or no tokenizer.json in the directory.
-        ValueError: a file is damaged.
+        CheckpointError: a file is damaged.
+        ValueError: the path is neither of the two.
         NotImplementedError: a kind of tokenizer that this runtime does not decode.
     """
 
@@ -206,11 +208,11 @@ def _read_directory(path: Path) -> TokenizerParts:
                 "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
             )
         raise FileNotFoundError(f"no tokenizer.json in {path}{hint}")
+    refuse_lfs_pointer(file)
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more specific
-        reason = "a Git LFS pointer, not the file itself" if _is_lfs_pointer(file) else str(error)
-        raise ValueError(f"{file} is incomplete or corrupt: {reason}") from error
+        raise CheckpointError(f"{file}: incomplete or corrupt ({error})") from error
     config = _read_config(path / "tokenizer_config.json")
     special_tokens = {
         name: value["content"] if isinstance(value, dict) else value
@@ -231,9 +233,9 @@ def _read_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+        raise CheckpointError(f"{file}: not valid JSON ({error})") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{file} must hold a JSON object, found {type(config).__name__}")
+        raise CheckpointError(f"{file}: not a JSON object but a {type(config).__name__}")
     return config
 
 
@@ -247,8 +249,3 @@ def _find_chat_template(path: Path, config: dict[str, Any]) -> str | None:
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
     return template
-
-
-def _is_lfs_pointer(file: Path) -> bool:
-    with file.open("rb") as stream:
-        return stream.read(40).startswith(b"version https://git-lfs")

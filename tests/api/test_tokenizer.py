@@ -113,7 +113,7 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
     fixtures.write_byte_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: not valid JSON"):
         Tokenizer(tmp_path)
 
 
