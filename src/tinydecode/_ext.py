@@ -60,36 +60,30 @@ def no_ext_wanted() -> bool:
     return any(v.strip().lower() not in ("", "0", "false", "no", "off") for v in values)
 
 
-def check_device(index: int) -> None:
-    """Refuses a CUDA device that cannot be used, before anything is launched.
+def check_usable() -> None:
+    """Refuses a binary that is installed but cannot be used; passes where there is none at all.
 
-    Passes where there is no binary at all: torch's own CUDA then runs the twins.
-
-    Args:
-        index: CUDA device index as torch counts them.
+    To be asked before CUDA is used: the twins would run instead, but not what was installed.
 
     Raises:
-        RuntimeError: the binary is present but unusable, this torch has no CUDA, no such device
-            is visible, the driver is too old, or the GPU is not among the compiled targets.
+        RuntimeError: naming what was found, what the binary was built for and the fix.
+    """
+    if load() is None and not absent:
+        raise RuntimeError(f"{reason}; or use device='cpu'")
+
+
+def check_device(index: int) -> None:
+    """Refuses a GPU on which the binary cannot run, before anything is launched.
+
+    Args:
+        index: CUDA device index as torch counts them; the device exists.
+
+    Raises:
+        RuntimeError: the driver is too old or the GPU is not among the compiled targets.
     """
     import torch
 
     module = load()
-    if module is None and not absent:
-        raise RuntimeError(f"{reason}; or use device='cpu'")
-    if torch.version.cuda is None:
-        raise RuntimeError(
-            f"device='cuda' was asked for, but torch {torch.__version__} is a build without CUDA; "
-            "install a CUDA build of torch (>= 2.4), or use device='cpu'"
-        )
-    if not torch.cuda.is_available():
-        raise RuntimeError(
-            f"device='cuda' was asked for, but torch {torch.__version__} sees no CUDA device "
-            "(is there a driver, is CUDA_VISIBLE_DEVICES empty?); or use device='cpu'"
-        )
-    count = torch.cuda.device_count()
-    if not 0 <= index < count:
-        raise RuntimeError(f"CUDA device {index} was asked for; torch sees {count} device(s)")
     if module is not None:
         fault = driver_fault(module.cuda_version(), module.driver_version()) or arch_fault(
             torch.cuda.get_device_name(index),
@@ -98,6 +92,17 @@ def check_device(index: int) -> None:
         )
         if fault:
             raise RuntimeError(fault)
+
+
+def cpu_warning() -> str | None:
+    """What to tell a user of a CUDA wheel whose device="auto" ends on the CPU; None: nothing."""
+    import torch
+
+    names = [name for name in installed() if name in VARIANTS.values()]
+    if not names or no_ext_wanted() or torch.cuda.is_available():
+        return None
+    cause = "sees no usable GPU" if torch.version.cuda else "is a build without CUDA"
+    return f"{names[0]} is installed, but torch {torch.__version__} {cause}: running on the CPU"
 
 
 def driver_fault(cuda_version: int, driver_version: int) -> str | None:
