@@ -7,6 +7,10 @@ import os
 import pytest
 import torch
 
+# The models here are tiny: a second thread costs more than it brings, and more so beside other
+# processes that have the same idea.
+torch.set_num_threads(1)
+
 REQUIRE_CUDA = os.environ.get("TD_REQUIRE_CUDA", "") not in ("", "0")
 
 

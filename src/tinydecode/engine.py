@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from tinydecode.sampling import Sampler, SamplingParams
 from tinydecode.stats import Stats
 
 if TYPE_CHECKING:
+    from tinydecode.graphs import Graphs
     from tinydecode.tokenizer import IncrementalDetokenizer, Tokenizer
 
 DEFAULT_MAX_SEQ_LEN = 4096  # slots allocated when the caller names no size
@@ -93,7 +94,8 @@ class Engine:
             device=model.device,
             dtype=model.dtype,
         )
-        self._generation = 0  # tells an abandoned stream that another call took the cache
+        self.generation = 0  # tells an abandoned stream that another call took the cache
+        self.graphs: Graphs | None = None  # see graphs.enable
 
     @property
     def cache(self) -> KVCache:
@@ -103,8 +105,11 @@ class Engine:
         return self._cache
 
     def close(self) -> None:
-        """Free the cache. The model stays usable by other engines. Safe to call twice."""
-        self._generation += 1
+        """Free cache and graphs. The model stays usable by other engines. Safe to call twice."""
+        self.generation += 1
+        if self.graphs is not None:
+            self.graphs.close()
+            self.graphs = None
         self._cache = None
 
     def __enter__(self) -> Engine:
@@ -133,7 +138,7 @@ class Engine:
                 vocabulary; or their number is not batch_size.
         """
         rows = self._check_prompts(ids)
-        self._generation += 1
+        self.generation += 1
         lengths = [len(row) for row in rows]
         padded = [row + [0] * (max(lengths) - len(row)) for row in rows]
         device = self.model.device
@@ -153,7 +158,7 @@ class Engine:
         Returns:
             float32 [B, V]: the logits after it.
         """
-        return self.model.decode(token_ids, self.cache)
+        return self.chunk(token_ids[:, None])[:, 0]
 
     @torch.inference_mode()
     def chunk(self, token_ids: Tensor) -> Tensor:
@@ -165,7 +170,12 @@ class Engine:
         Returns:
             float32 [B, T, V]: the logits after each.
         """
-        return self.model.chunk(token_ids, self.cache)
+        if self.graphs is None:
+            return self.model.chunk(token_ids, self.cache)
+        graphed = self.graphs.chunk(token_ids.shape[1])
+        graphed.token_ids.copy_(token_ids)
+        graphed.replay()
+        return graphed.logits.clone()  # the next replay overwrites its own
 
     def generate(
         self,
@@ -276,10 +286,7 @@ class Engine:
             stats.finish_reason = "length"
             return
         histories = [list(row) for row in rows]
-        logits = self.prefill(rows)
-        generation = self._generation
-        while True:
-            tokens = sampler(logits, histories)
+        for tokens in self._tokens(rows, histories, sampler, stats):
             elapsed = time.perf_counter() - started
             stats.step_times.append(elapsed)
             step: list[int | None] = []
@@ -302,7 +309,23 @@ class Engine:
             yield elapsed, step
             if stats.finish_reason is not None:
                 return
-            if self._generation != generation:
+
+    def _tokens(
+        self, rows: list[list[int]], histories: list[list[int]], sampler: Sampler, stats: Stats
+    ) -> Iterator[list[int]]:
+        """One token a row and step, without end: prefill, then choose and decode in turn.
+
+        The caller appends what it accepts to `histories` and notes in `stats` which rows ended.
+        """
+        params = sampler.params
+        if self.graphs and len(rows) == 1 and params.is_greedy and params.repetition_penalty == 1:
+            yield from self.graphs.greedy_tokens(rows[0])
+        logits = self.prefill(rows)
+        generation = self.generation
+        while True:
+            tokens = sampler(logits, histories)
+            yield tokens
+            if self.generation != generation:
                 raise RuntimeError("another call used this engine while the stream was open")
             logits = self.step(torch.tensor(tokens, device=self.model.device))
             if any(stats.finish_reasons):
@@ -310,9 +333,9 @@ class Engine:
                 ended = [reason is not None for reason in stats.finish_reasons]
                 self.cache.seq_lens.sub_(torch.tensor(ended, device=self.model.device).int())
 
-    def _check_prompts(self, ids: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
+    def _check_prompts(self, ids: Any) -> list[list[int]]:
         """Prompts as lists, one per row, after every check that can fail before a launch."""
-        prompts = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        prompts: list[Any] = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         rows = [list(row) for row in prompts] if _is_batch(prompts) else [prompts]
         if len(rows) != self.batch_size:
             raise ValueError(

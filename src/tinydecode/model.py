@@ -101,7 +101,7 @@ class LlamaModel:
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         qkv = F.linear(x, layer.qkv_proj, layer.qkv_bias)
         qkv = qkv.view(*x.shape[:2], heads + 2 * kv_heads, config.head_dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)  # views, [B, T, heads, D]
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=2)  # views, [B, T, heads, D]
         k_cache, v_cache = cache.layer(index)
 
         ops.rope_kv_append(q, k, v, k_cache, v_cache, cache.cos, cache.sin, cache.seq_lens)
@@ -157,7 +157,7 @@ def load_hf(
         path,
         config,
         device=target,
-        dtype=resolve_dtype(dtype, path, config),
+        dtype=resolve_dtype(dtype, path, config, target),
         strict=strict,
         progress=progress,
     )

@@ -147,6 +147,14 @@ def draw(p: Tensor, uniform: float) -> int:
     return index if index < p.numel() else int(p.nonzero()[-1])
 
 
+def non_finite_error(step: int) -> NonFiniteLogitsError:
+    """The error for logits of generation step `step` (1 is the one after the prompt)."""
+    return NonFiniteLogitsError(
+        f"non-finite logits at step {step}: the weights or the activations overflowed, or every "
+        "token is banned; a wider dtype (bfloat16 or float32) may help"
+    )
+
+
 class Sampler:
     """Chooses tokens for one call, with a random generator of its own.
 
@@ -180,12 +188,7 @@ class Sampler:
             logits = torch.stack(rows)
         best, greedy = logits.max(dim=-1)  # NaN wins a maximum, so `best` tells of any
         if not bool(torch.isfinite(best).all()):
-            bad = [row for row, value in enumerate(best.tolist()) if not math.isfinite(value)]
-            raise NonFiniteLogitsError(
-                f"non-finite logits at step {self._step} (row {bad[0]}, maximum "
-                f"{float(best[bad[0]])}): the weights or the activations overflowed, or every "
-                "token is banned; a wider dtype (bfloat16 or float32) may help"
-            )
+            raise non_finite_error(self._step)
         if self.params.is_greedy:
             return [int(token) for token in greedy.tolist()]
         uniforms = self._random.random(len(logits))

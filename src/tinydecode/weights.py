@@ -191,7 +191,29 @@ def load_weights(
         done += nbytes
         if progress is not None:
             progress(done, total)
+    if weights.norm.device.type == "cpu" and dtype == torch.float32:
+        _store_columns_first(weights)
     return weights
+
+
+def _store_columns_first(weights: ModelWeights) -> None:
+    """Give wide fp32 matrices [N, E], N > E, the memory order of [E, N]; shapes stay.
+
+    A CPU multiplies one row by such a matrix 1.7 times as fast (2 cores of an EPYC, E = 576,
+    14 against 8 GB/s: MKL's vector-matrix product streams, its matrix-vector product does not).
+    """
+
+    def reorder(matrix: Tensor) -> Tensor:
+        rows, columns = matrix.shape
+        return matrix.t().contiguous().t() if rows > columns else matrix
+
+    for layer in weights.layers:
+        layer.qkv_proj = reorder(layer.qkv_proj)
+        layer.gate_up_proj = reorder(layer.gate_up_proj)
+    tied = weights.lm_head is weights.embed_tokens
+    weights.lm_head = reorder(weights.lm_head)
+    if tied:
+        weights.embed_tokens = weights.lm_head
 
 
 def random_weights(

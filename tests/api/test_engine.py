@@ -203,7 +203,7 @@ def test_a25_nan_in_the_head_is_an_error(tmp_path: Path, temperature: float) -> 
     model = load_hf(write_tiny(tmp_path), device="cpu")
     model.weights.lm_head[17] = math.nan
     engine = Engine(model)
-    with pytest.raises(NonFiniteLogitsError, match="non-finite logits at step 1 "):
+    with pytest.raises(NonFiniteLogitsError, match="non-finite logits at step 1:"):
         engine.generate(PROMPT, 5, temperature=temperature)
     model.weights.lm_head[17] = 0.0
     assert len(engine.generate(PROMPT, 5)[0]) == 5
@@ -212,7 +212,7 @@ def test_a25_nan_in_the_head_is_an_error(tmp_path: Path, temperature: float) -> 
 def test_a25_fp16_overflow_is_an_error(tmp_path: Path) -> None:
     model = load_hf(write_tiny(tmp_path, dtype=torch.float16), device="cpu")
     model.weights.layers[0].down_proj.mul_(60000.0)  # activations pass 65504
-    with pytest.raises(NonFiniteLogitsError, match="non-finite logits at step 1 "):
+    with pytest.raises(NonFiniteLogitsError, match="non-finite logits at step 1:"):
         Engine(model).generate(PROMPT, 5)
 
 

@@ -194,7 +194,7 @@ def test_a26_seeds() -> None:
 @pytest.mark.parametrize("row", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a25_non_finite_logits_are_an_error(row: list[float], temperature: float) -> None:
-    with pytest.raises(NonFiniteLogitsError, match="non-finite logits at step 1 "):
+    with pytest.raises(NonFiniteLogitsError, match="non-finite logits at step 1:"):
         Sampler(SamplingParams(temperature))(torch.tensor([row]), NO_HISTORY)
 
 

@@ -125,3 +125,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = Non
     backend = cpu if _forced is None else _forced
     result: Tensor = backend.prefill_attention(q, k, v, scale)
     return result
+
+
+def argmax(logits: Tensor, token: Tensor, nonfinite: Tensor) -> None:
+    """Most likely token of each row of logits [B, V] into token [B]; see `ref.argmax`."""
+    _pick(logits).argmax(logits, token, nonfinite)

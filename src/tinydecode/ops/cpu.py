@@ -14,6 +14,7 @@ from tinydecode.ops import ref
 
 rms_norm = ref.rms_norm
 add_rms_norm = ref.add_rms_norm
+argmax = ref.argmax
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, seq_lens: Tensor) -> None:

@@ -222,3 +222,16 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = Non
     weights = torch.softmax(scores.masked_fill(~causal, -torch.inf), dim=-1)
     result = torch.einsum("bkgts,bskd->btkgd", weights, v.float())
     return result.reshape(batch, new_tokens, heads * dim).to(q.dtype)
+
+
+def argmax(logits: Tensor, token: Tensor, nonfinite: Tensor) -> None:
+    """The most likely token of each row, ties to the lowest id.
+
+    Args:
+        logits: [B, V].
+        token: int64 [B], written.
+        nonfinite: int32 [1], set to 1 when a row has NaN or +inf, or nothing above -inf; else left.
+    """
+    best, index = logits.max(dim=-1)  # NaN wins a maximum, so `best` tells of any
+    token.copy_(index)
+    nonfinite.bitwise_or_((~torch.isfinite(best)).any().to(torch.int32))
