@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,5 +132,5 @@ def _describe(file: Path, name: str, stored: Any) -> StoredTensor:
         raise NotImplementedError(
             f"{file}: {name} has dtype {dtype}, which is not implemented; {', '.join(_DTYPES)} are"
         )
-    nbytes = _DTYPES[dtype].itemsize * torch.Size(shape).numel()
+    nbytes = _DTYPES[dtype].itemsize * math.prod(shape)
     return StoredTensor(name, file, shape, _DTYPES[dtype], nbytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -239,10 +239,12 @@ def _refuse_unsupported(d: Mapping[str, Any]) -> None:
         )
     # Mistral's window is 4096 tokens in transformers when the key is missing.
     window = d.get("sliding_window", 4096) if d["model_type"] == "mistral" else None
+    layer_types = _or_default(d, "layer_types", [])
     unsupported: dict[str, bool] = {
         "hidden_act": _or_default(d, "hidden_act", "silu") not in ("silu", "swish"),
         "use_sliding_window": bool(d.get("use_sliding_window")),
-        "layer_types": any(kind != "full_attention" for kind in d.get("layer_types") or ()),
+        "layer_types": not isinstance(layer_types, list)
+        or any(kind != "full_attention" for kind in layer_types),
         "partial_rotary_factor": _or_default(d, "partial_rotary_factor", 1.0) != 1.0,
     }
     for key, is_set in unsupported.items():
@@ -292,22 +294,26 @@ def _dtype_name(d: Mapping[str, Any]) -> str | None:
     return short
 
 
-def _tokenizer_eos(directory: Path) -> Iterator[int]:
+def _tokenizer_eos(directory: Path) -> tuple[int, ...]:
     """The id of tokenizer_config.json's eos_token, if the tokenizer's files give it one."""
     tokenizer = read_json(directory / "tokenizer_config.json", optional=True)
     token = tokenizer.get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
     if token is None:
-        return
-    decoder = tokenizer.get("added_tokens_decoder") or {}
-    added = [{"id": int(i), **entry} for i, entry in decoder.items()]
-    if not any(entry.get("content") == token for entry in added):
+        return ()
+    decoder = tokenizer.get("added_tokens_decoder")
+    entries = decoder.items() if isinstance(decoder, dict) else ()
+    ids = [int(i) for i, entry in entries if i.isdecimal() and _content(entry) == token]
+    if not ids:
         # Parsing tokenizer.json costs 0.1 s for a 128k vocabulary, so it is the second choice.
         added = read_json(directory / "tokenizer.json", optional=True).get("added_tokens") or []
-    for entry in added:
-        if entry.get("content") == token:
-            yield from token_ids(entry["id"], "the tokenizer's eos_token id")
+        ids = [entry.get("id") for entry in added if _content(entry) == token]
+    return token_ids(ids, f"{directory / 'tokenizer.json'}: the id of {token!r}")
+
+
+def _content(added_token: Any) -> Any:
+    return added_token.get("content") if isinstance(added_token, dict) else None
 
 
 def _or_default(d: Mapping[str, Any], key: str, default: Any) -> Any:

@@ -6,6 +6,7 @@ gguf library (`pip install tinydecode[gguf]`), which takes several times as long
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -79,24 +80,24 @@ class GGUFCheckpoint:
         with self._path.open("rb") as file:
             # Copy-on-write only because torch warns about read-only memory; nothing writes to it.
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        units = {name: self._units(name, dest) for name, dest in destinations.items()}
-        # One scratch for all: fresh memory costs more than the arithmetic.
-        scratch = torch.empty(max([_CHUNK, *(unit[0].numel() for unit in units.values())]))
-        for name, unit in units.items():
+        rows = {name: self._rows(name, tensor) for name, tensor in destinations.items()}
+        # One scratch for all: touching fresh memory costs more than the arithmetic.
+        scratch = torch.empty(max([_CHUNK, *(row[0].numel() for row in rows.values())]))
+        for name, row in rows.items():
             entry, nbytes = self._entries[name], self.tensors[name].nbytes
             raw = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=entry.offset)
-            per_chunk = max(1, _CHUNK // unit[0].numel())
-            chunks = torch.split(unit, per_chunk)
-            parts = torch.split(raw.view(len(unit), -1), per_chunk)
+            per_chunk = max(1, _CHUNK // row[0].numel())
+            chunks = torch.split(row, per_chunk)
+            parts = torch.split(raw.view(len(row), -1), per_chunk)
             for chunk, part in zip(chunks, parts, strict=True):
-                chunk.copy_(_expand(entry.ggml_type, part, scratch).view(chunk.shape))
+                _copy(entry.ggml_type, part, chunk, scratch)
                 yield part.numel()
 
     def equal(self, name: str, other: str) -> bool:
         return name == other  # a GGUF file has no tied pair to compare
 
-    def _units(self, name: str, destination: Tensor) -> Tensor:
-        """The destination as a view whose elements are in the file's order, dim 0 for chunking.
+    def _rows(self, name: str, destination: Tensor) -> Tensor:
+        """The destination as a view whose elements are in the file's order.
 
         The converter interleaves the two halves of every head of q and k (row s * D/2 + i of a
         head is written as row 2 * i + s), which turns rotate-half rope into rope over neighbours.
@@ -117,7 +118,7 @@ def _hugging_face_name(name: str) -> str:
 
 def _nbytes(path: Path, entry: GGUFTensor) -> int:
     """Bytes of a tensor in the file."""
-    count = torch.Size(entry.shape).numel()
+    count = math.prod(entry.shape)
     dtype = _FLOATS.get(entry.ggml_type)
     if dtype is not None:
         return count * dtype.itemsize
@@ -130,15 +131,21 @@ def _nbytes(path: Path, entry: GGUFTensor) -> int:
     return count // size.weights * size.nbytes
 
 
-def _expand(ggml_type: int, raw: Tensor, scratch: Tensor) -> Tensor:
-    """Bytes [..., n] -> floats in the same order: a view of the bytes, or fp32 in scratch."""
+def _copy(ggml_type: int, raw: Tensor, destination: Tensor, scratch: Tensor) -> None:
+    """Bytes as stored -> the destination's floats, through fp32 scratch unless it can be direct."""
     if ggml_type in _FLOATS:
-        return raw.view(_FLOATS[ggml_type])
+        destination.copy_(raw.view(_FLOATS[ggml_type]).view(destination.shape))
+        return
     block = _BLOCK_TYPES[ggml_type]
-    blocks = raw.reshape(-1, block.nbytes)
-    out = scratch[: len(blocks) * block.weights].view(-1, block.weights)
-    block.expand(blocks, out)
-    return out
+    is_direct = (
+        destination.dtype == torch.float32
+        and destination.device.type == "cpu"
+        and destination.is_contiguous()
+    )
+    out = destination if is_direct else scratch[: destination.numel()]
+    block.expand(raw.reshape(-1, block.nbytes), out.view(-1, block.weights))
+    if not is_direct:
+        destination.copy_(out.view(destination.shape))
 
 
 # ---- quantised types -----------------------------------------------------------------------
