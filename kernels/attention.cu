@@ -1,0 +1,378 @@
+// Attention of a few new tokens over the cache, split over the keys (flash decoding).
+//
+// Split launch. A work item is one chunk of kChunk keys of one kv head of one row of the batch; all
+// G query heads of the group and all T tokens read the keys while they are in shared memory, so the
+// cache is read once whatever G and T are. A block of four warps owns an item at a time:
+//   1. scores: a thread owns one key and half of the head; the query is broadcast
+//   2. softmax: a warp owns a query row; two keys a lane
+//   3. values: a thread owns two dimensions and every kGroups-th key; groups are summed in order
+// and writes a float32 partial (maximum, sum, weighted values) per query row. The keys of the next
+// item are on their way during 2 and 3, its values during 1.
+// Merge launch. A block owns 16 dimensions of one query row and adds up the partials, scaled to the
+// common maximum, in an order that follows from the number of chunks that the row sees.
+//
+// Why 64 keys a chunk: at 512 keys and 8 kv heads there are 64 items instead of the 16 of a 256-key
+// chunk, and each is one short pass; 64 keys and values of 256 bytes fill 34 KB, so that four or
+// five blocks share an SM and hide one another's phases; all shared memory stays below 48 KB. The
+// price is float32 partials, 1/16 of the bytes of a bf16 cache at G = 4, which stay in L2 because
+// the cache is read with an evict-first hint. The places of the chunks, and so the additions of a
+// row, depend on nothing but the position of the row.
+//
+// Bytes moved: keys and values once, 2 D elements a key and kv head. At 32K keys, 8 kv heads, D 128
+// in bf16 that is 134 MB, 29 us at the 4.6 TB/s that an H200 reads.
+//
+// Limits: D in {64, 80, 96, 128, 256}; keys of more than 256 bytes (float32 from D = 80, D = 256)
+// are read from global memory in place, through L1, which is correct on every GPU but not fast.
+
+#include "common.cuh"
+
+namespace td {
+namespace {
+
+constexpr int kChunk = TD_ATTENTION_CHUNK;
+constexpr int kThreads = 2 * kChunk;  // two per key in the score phase
+constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kBlocksPerSm = 4;
+constexpr float kLog2e = 1.4426950408889634f;
+static_assert(kChunk == 2 * kWarpSize, "the softmax phase holds two keys a lane");
+
+struct AttentionArgs {
+  const int32_t* seq_lens;  // [B]
+  float* weighted;          // [B, T, H, chunks, D] partial weighted values
+  float2* stats;            // [B, T, H, chunks] partial (maximum, sum); scores in units of log 2
+  int tokens, heads, kv_heads, slots, chunks;  // chunks: of the whole capacity
+};
+
+// Keys that query token t of a row sees.
+__device__ __forceinline__ int visible_keys(const AttentionArgs& a, int cached, int t) {
+  const int keys = cached + t + 1;
+  return keys < a.slots ? keys : a.slots;
+}
+
+template <typename T, int kDim, int kRows>
+struct SplitShared {
+  static constexpr int kKeyPacks = kDim / kPack<T>;
+  static constexpr bool kStaged = kKeyPacks * kPackBytes <= 256;
+  static constexpr int kStagedKeys = kStaged ? kChunk : 1;
+  // An odd number of packs between keys: 8 threads that read the same pack of 8 neighbouring keys
+  // then cover all banks.
+  static constexpr int kKeyStride = kKeyPacks | 1;
+  static constexpr int kGroups = kThreads / (kDim / 2);  // of threads in the value phase
+  static_assert(kGroups >= 1, "head_dim is at most 256");
+
+  uint4 keys[kStagedKeys][kKeyStride];
+  uint4 values[kStagedKeys][kKeyPacks];
+  float query[kRows][kDim];     // times scale and log2(e)
+  float weights[kChunk][kRows]; // exp(score - maximum)
+  union {
+    float scores[2][kRows][kChunk];            // by half of the head; phase 1 to 2
+    float sums[kGroups > 1 ? kGroups - 1 : 1][kRows][kDim];  // of groups 1 and up; phase 3
+  };
+};
+
+template <typename T, int kDim, int kRows>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    attention_split_kernel(const T* q,        // [B, T, H, D], strides below
+                           const T* k_cache,  // [B, K, S, D]
+                           const T* v_cache,  // [B, K, S, D]
+                           int64_t q_batch_stride, int64_t q_token_stride, float scale,
+                           const AttentionArgs a) {
+  using Shared = SplitShared<T, kDim, kRows>;
+  constexpr int kKeyPacks = Shared::kKeyPacks, kGroups = Shared::kGroups;
+  constexpr int kHalfDim = kDim / 2;
+  __shared__ Shared s;
+  const int thread = threadIdx.x, lane = thread % kWarpSize, warp = thread / kWarpSize;
+  const int kv_head = blockIdx.y, group_size = a.heads / a.kv_heads;
+  const int64_t batch = blockIdx.z;
+  const int rows = a.tokens * group_size;  // query rows, token by token
+  const int64_t head_offset = (batch * a.kv_heads + kv_head) * a.slots * kDim;
+  begin_kernel();
+
+  const int cached = a.seq_lens[batch];
+  const int keys = visible_keys(a, cached, a.tokens - 1);
+  const int chunks = ceil_div(keys, kChunk);
+
+  // Starts the copies of a chunk's keys or values, and closes their group.
+  const auto stage = [&](uint4* tile, int stride, const T* cache, int chunk) {
+    if constexpr (Shared::kStaged) {
+      if (chunk < chunks) {
+        const T* source = cache + head_offset + static_cast<int64_t>(chunk) * kChunk * kDim;
+        const int left = keys - chunk * kChunk;
+        const int packs = (left < kChunk ? left : kChunk) * kKeyPacks;
+#pragma unroll 4
+        for (int i = thread; i < packs; i += kThreads) {
+          cp_async16(tile + i / kKeyPacks * stride + i % kKeyPacks, source + i * kPack<T>);
+        }
+      }
+      cp_async_commit();
+    }
+  };
+  stage(&s.keys[0][0], Shared::kKeyStride, k_cache, blockIdx.x);
+  stage(&s.values[0][0], kKeyPacks, v_cache, blockIdx.x);
+
+  for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    const int first_key = chunk * kChunk;
+    const int count = keys - first_key < kChunk ? keys - first_key : kChunk;
+    const int64_t chunk_offset = head_offset + static_cast<int64_t>(first_key) * kDim;
+    cp_async_wait<1>();  // the keys; the values may still be under way
+
+    for (int first_row = 0; first_row < rows; first_row += kRows) {
+      if (rows > kRows || chunk == static_cast<int>(blockIdx.x)) {
+        for (int i = thread; i < kRows * kDim; i += kThreads) {
+          const int row = first_row + i / kDim;
+          float x = 0.0f;
+          if (row < rows) {
+            const int head = kv_head * group_size + row % group_size;
+            x = to_float(q[batch * q_batch_stride + row / group_size * q_token_stride +
+                           static_cast<int64_t>(head) * kDim + i % kDim]);
+          }
+          s.query[i / kDim][i % kDim] = x * (scale * kLog2e);
+        }
+      }
+      __syncthreads();  // keys and query are there; the previous sums and weights are used up
+
+      // 1. Scores. Warps 0 and 1 take the lower half of the head, warps 2 and 3 the upper.
+      {
+        const int key = thread % kChunk, half = thread / kChunk;
+        if (key < count) {
+          const T* key_row = Shared::kStaged
+                                 ? reinterpret_cast<const T*>(s.keys[key % Shared::kStagedKeys])
+                                 : k_cache + chunk_offset + static_cast<int64_t>(key) * kDim;
+          float dot[kRows] = {};
+#pragma unroll 4
+          for (int d = half * kHalfDim; d < (half + 1) * kHalfDim; d += kPack<T>) {
+            float x[kPack<T>];
+            load_aligned_pack(key_row + d, x);
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+              for (int i = 0; i < kPack<T>; i += 4) {
+                const float4 y = *reinterpret_cast<const float4*>(&s.query[r][d + i]);
+                dot[r] = fmaf(y.x, x[i], dot[r]);
+                dot[r] = fmaf(y.y, x[i + 1], dot[r]);
+                dot[r] = fmaf(y.z, x[i + 2], dot[r]);
+                dot[r] = fmaf(y.w, x[i + 3], dot[r]);
+              }
+            }
+          }
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) s.scores[half][r][key] = dot[r];
+        }
+      }
+      __syncthreads();  // scores are there; keys are used up if these were the last rows
+      const bool last_rows = first_row + kRows >= rows;
+      stage(&s.keys[0][0], Shared::kKeyStride, k_cache,
+            last_rows ? chunk + static_cast<int>(gridDim.x) : chunks);
+
+      // 2. Softmax within the chunk. A row that sees none of these keys gets weights of 0.
+      for (int r = warp; r < kRows; r += kWarps) {
+        const int row = first_row + r;
+        const int token = row / group_size;
+        const int visible = row < rows ? visible_keys(a, cached, token) - first_key : 0;
+        float score[2], maximum = -INFINITY, sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int key = lane + i * kWarpSize;
+          score[i] = key < visible ? s.scores[0][r][key] + s.scores[1][r][key] : -INFINITY;
+          maximum = score[i] > maximum ? score[i] : maximum;
+        }
+        maximum = warp_reduce(maximum, Max());
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int key = lane + i * kWarpSize;
+          const float weight = key < visible ? exp2f(score[i] - maximum) : 0.0f;
+          s.weights[key][r] = weight;
+          sum += weight;
+        }
+        sum = warp_reduce(sum, Add());
+        if (lane == 0 && visible > 0) {
+          const int head = kv_head * group_size + row % group_size;
+          a.stats[((batch * a.tokens + token) * a.heads + head) * a.chunks + chunk] =
+              make_float2(maximum, sum);
+        }
+      }
+      cp_async_wait<1>();  // the values; the next keys may still be under way
+      __syncthreads();     // weights and values are there; scores are used up
+
+      // 3. Weighted values.
+      const int group = thread / kHalfDim, d = thread % kHalfDim * 2;
+      float2 sum[kRows] = {};
+      if (group < kGroups) {
+        const T* value_rows =
+            Shared::kStaged ? reinterpret_cast<const T*>(s.values) : v_cache + chunk_offset;
+#pragma unroll 4
+        for (int key = group; key < count; key += kGroups) {
+          const float2 value = load_pair(value_rows + key * kDim + d);
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+            const float weight = s.weights[key][r];
+            // Skipped, not multiplied: the value of a key that this row must not see may be Inf.
+            if (weight != 0.0f) {
+              sum[r].x = fmaf(weight, value.x, sum[r].x);
+              sum[r].y = fmaf(weight, value.y, sum[r].y);
+            }
+          }
+        }
+        if (group > 0) {
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+            *reinterpret_cast<float2*>(&s.sums[group - 1][r][d]) = sum[r];
+          }
+        }
+      }
+      __syncthreads();  // sums are there; values are used up if these were the last rows
+      if (last_rows) {
+        stage(&s.values[0][0], kKeyPacks, v_cache, chunk + static_cast<int>(gridDim.x));
+      }
+      if (group == 0) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const int row = first_row + r, token = row / group_size;
+          if (row >= rows || visible_keys(a, cached, token) <= first_key) continue;
+          for (int other = 0; other < kGroups - 1; ++other) {
+            const float2 more = *reinterpret_cast<const float2*>(&s.sums[other][r][d]);
+            sum[r].x += more.x;
+            sum[r].y += more.y;
+          }
+          const int head = kv_head * group_size + row % group_size;
+          const int64_t partial =
+              ((batch * a.tokens + token) * a.heads + head) * a.chunks + chunk;
+          *reinterpret_cast<float2*>(a.weighted + partial * kDim + d) = sum[r];
+        }
+      }
+    }
+  }
+  cp_async_wait<0>();  // of empty groups; nothing is under way when the block leaves
+}
+
+// ---- merge -----------------------------------------------------------------------------------
+
+constexpr int kMergeThreads = 256;
+constexpr int kMergeDims = 16;                              // of one block
+constexpr int kMergeLanes = kMergeDims / 4;                 // threads a partial, four floats each
+constexpr int kMergeGroups = kMergeThreads / kMergeLanes;   // partials read at once
+
+template <typename T>
+__global__ void __launch_bounds__(kMergeThreads)
+    attention_merge_kernel(T* out,  // [B, T, H, D]
+                           int head_dim, const AttentionArgs a) {
+  __shared__ float scratch[kMergeThreads / kWarpSize];
+  __shared__ float sums[kMergeGroups][kMergeDims];
+  __shared__ float totals[kMergeGroups];
+  const int64_t row = blockIdx.x;  // over [B, T, H]
+  const int token = static_cast<int>(row / a.heads % a.tokens);
+  const int64_t batch = row / a.heads / a.tokens;
+  const int group = threadIdx.x / kMergeLanes, lane = threadIdx.x % kMergeLanes;
+  const int first_dim = blockIdx.y * kMergeDims;
+  begin_kernel();
+
+  const int chunks = ceil_div(visible_keys(a, a.seq_lens[batch], token), kChunk);
+  const float2* stats = a.stats + row * a.chunks;
+  const float* weighted = a.weighted + row * a.chunks * head_dim + first_dim + lane * 4;
+  float maximum = -INFINITY;
+  for (int i = threadIdx.x; i < chunks; i += kMergeThreads) {
+    maximum = stats[i].x > maximum ? stats[i].x : maximum;
+  }
+  maximum = block_reduce(maximum, -INFINITY, scratch, Max());
+
+  float sum[4] = {}, total = 0.0f;
+#pragma unroll 4
+  for (int i = group; i < chunks; i += kMergeGroups) {
+    const float2 stat = stats[i];
+    const float4 x = *reinterpret_cast<const float4*>(weighted + static_cast<int64_t>(i) * head_dim);
+    const float weight = exp2f(stat.x - maximum);
+    total = fmaf(weight, stat.y, total);
+    sum[0] = fmaf(weight, x.x, sum[0]);
+    sum[1] = fmaf(weight, x.y, sum[1]);
+    sum[2] = fmaf(weight, x.z, sum[2]);
+    sum[3] = fmaf(weight, x.w, sum[3]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[group][lane * 4 + i] = sum[i];
+  if (lane == 0) totals[group] = total;
+  __syncthreads();  // every group's sums are there
+
+  if (threadIdx.x < kMergeDims) {
+    const int groups = chunks < kMergeGroups ? chunks : kMergeGroups;
+    float result = 0.0f, divisor = 0.0f;
+    for (int i = 0; i < groups; ++i) {
+      result += sums[i][threadIdx.x];
+      divisor += totals[i];
+    }
+    out[row * head_dim + first_dim + threadIdx.x] = from_float<T>(result / divisor);
+  }
+}
+
+// ---- host side -------------------------------------------------------------------------------
+
+template <int kDim>
+struct Dim {
+  static constexpr int kValue = kDim;
+};
+
+template <typename F>
+int with_head_dim(int64_t head_dim, F&& launch) {
+  switch (head_dim) {
+    case 64:
+      return launch(Dim<64>{});
+    case 80:
+      return launch(Dim<80>{});
+    case 96:
+      return launch(Dim<96>{});
+    case 128:
+      return launch(Dim<128>{});
+    case 256:
+      return launch(Dim<256>{});
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace
+}  // namespace td
+
+int64_t td_attention_workspace(int64_t batch, int64_t tokens, int64_t heads, int64_t head_dim,
+                               int64_t slots) {
+  const int64_t partials = batch * tokens * heads * td::ceil_div<int64_t>(slots, td::kChunk);
+  return partials * (head_dim * static_cast<int64_t>(sizeof(float)) +
+                     static_cast<int64_t>(sizeof(float2)));
+}
+
+int td_attention(const void* q, const void* k_cache, const void* v_cache, const int32_t* seq_lens,
+                 void* out, void* workspace, int64_t batch, int64_t tokens, int64_t heads,
+                 int64_t kv_heads, int64_t head_dim, int64_t slots, int64_t q_batch_stride,
+                 int64_t q_token_stride, float scale, int dtype, int device, void* stream) {
+  if (batch * tokens * heads == 0) return cudaSuccess;
+  if (kv_heads <= 0 || heads % kv_heads != 0 || slots <= 0) return cudaErrorInvalidValue;
+  td::AttentionArgs a = {};
+  a.seq_lens = seq_lens;
+  a.tokens = static_cast<int>(tokens);
+  a.heads = static_cast<int>(heads);
+  a.kv_heads = static_cast<int>(kv_heads);
+  a.slots = static_cast<int>(slots);
+  a.chunks = static_cast<int>(td::ceil_div<int64_t>(slots, td::kChunk));
+  a.weighted = static_cast<float*>(workspace);
+  a.stats = reinterpret_cast<float2*>(a.weighted + batch * tokens * heads * a.chunks * head_dim);
+
+  return td::with_head_dim(head_dim, [&](auto dim) -> int {
+    return td::with_dtype(dtype, [&](auto tag) -> int {
+      constexpr int kDim = decltype(dim)::kValue;
+      using T = typename decltype(tag)::T;
+      td::Launcher launcher(device, stream);
+      // Blocks walk over the chunks: enough to fill the GPU once, so that a large capacity costs a
+      // short context nothing. Which block does a chunk does not change its bits.
+      const int64_t resident = launcher.multiprocessors() * td::kBlocksPerSm;
+      const int64_t per_head = td::ceil_div<int64_t>(resident, batch * kv_heads);
+      const dim3 grid(static_cast<unsigned>(a.chunks < per_head ? a.chunks : per_head),
+                      static_cast<unsigned>(kv_heads), static_cast<unsigned>(batch));
+      launcher.run(tokens * (heads / kv_heads) <= 4 ? td::attention_split_kernel<T, kDim, 4>
+                                                    : td::attention_split_kernel<T, kDim, 8>,
+                   grid, td::kThreads, static_cast<const T*>(q), static_cast<const T*>(k_cache),
+                   static_cast<const T*>(v_cache), q_batch_stride, q_token_stride, scale, a);
+      launcher.run(td::attention_merge_kernel<T>,
+                   dim3(static_cast<unsigned>(batch * tokens * heads), kDim / td::kMergeDims),
+                   td::kMergeThreads, static_cast<T*>(out), kDim, a);
+      return launcher.status();
+    });
+  });
+}

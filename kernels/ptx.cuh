@@ -1,0 +1,144 @@
+// The few instructions that CUDA C++ has no name for, one function each, and nothing else.
+//
+// tests/emulate/ptx_emulated.h has the same functions for the host; a kernel written against this
+// list runs there too. Functions marked sm_90 must not be reached on older targets.
+#pragma once
+
+#include <cstdint>
+
+namespace td {
+
+// An address in shared memory as the 32-bit number that PTX wants.
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Shared memory whose size the launch gives.
+__device__ __forceinline__ unsigned char* dynamic_shared() {
+  extern __shared__ __align__(1024) unsigned char td_dynamic_shared[];
+  return td_dynamic_shared;
+}
+
+// ---- programmatic dependent launch (nothing before sm_90) -----------------------------------
+
+// Lets the next kernel's blocks be scheduled while this one still runs.
+__device__ __forceinline__ void pdl_trigger() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Returns when every kernel before this one has finished and its writes are visible.
+__device__ __forceinline__ void pdl_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// ---- asynchronous copies, 16 bytes a thread (plain copies before sm_80) ----------------------
+
+// Global to shared, past L1. Both addresses 16-byte aligned. The data is read once: L2 may drop it
+// first, so that what is read again soon (partials, activations) stays.
+__device__ __forceinline__ void cp_async16(void* shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "l"(policy)
+               : "memory");
+#else
+  *static_cast<uint4*>(shared) = __ldcs(static_cast<const uint4*>(global));
+#endif
+}
+
+// Closes the group of copies this thread has issued since the last commit; a group may be empty.
+__device__ __forceinline__ void cp_async_commit() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Returns when all but the newest kPending groups of this thread have landed. Other threads see
+// them after a barrier.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+// ---- barriers among part of a block ----------------------------------------------------------
+
+// Barrier `id` (1 to 15) among `threads` threads, a multiple of 32.
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+// ---- mbarriers and bulk copies (sm_90) -------------------------------------------------------
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
+}
+
+// Makes initialised mbarriers visible to the copy engine; a block barrier must still follow.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrives, and makes the phase wait for `bytes` more of bulk copies.
+__device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
+// Returns when the phase with this parity (0 for the first) has completed.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      " @!done bra again;\n}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// One contiguous region, global to shared, completing on an mbarrier. 16-byte multiples throughout.
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint32_t bytes,
+                                          uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+#endif
+
+// ---- matrix product (sm_80 for bf16) ---------------------------------------------------------
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+
+// d += a b for a 16x16 (rows), b 16x8 (columns), bf16 in, float32 out. With g = lane / 4 and
+// t = lane % 4: a holds (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), each with its right
+// neighbour; b holds (2t, g), (2t + 8, g), each with its lower neighbour; d holds (g, 2t),
+// (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4],
+                                                  const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+#endif
+
+}  // namespace td

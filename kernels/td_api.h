@@ -1,0 +1,105 @@
+// The whole boundary between Python and the kernels: raw pointers, sizes, a device and a stream.
+//
+// Common to every entry td_<op>:
+//   - Returns a cudaError_t as int, 0 for success. A value the op does not take (dtype, head_dim)
+//     is cudaErrorInvalidValue. Nothing throws, allocates or synchronises, so every entry may run
+//     under stream capture.
+//   - `device` is made current for the call and the caller's device is restored; the work goes on
+//     `stream` (a cudaStream_t of that device).
+//   - `dtype` is a TdDtype and names the storage type of every tensor not said to be otherwise.
+//     Arithmetic is float32 inside.
+//   - Sizes and strides are in elements. "Dense" means the last dimension has stride 1 and the
+//     dimensions before it are packed. Pointers need the alignment of one element, unless the entry
+//     says 16 bytes; 16-byte alignment is faster everywhere.
+//   - Tensors must not overlap except where the entry allows it.
+//   - Shape letters: B batch, T new tokens, S cache slots, H query heads, K kv heads, D head_dim,
+//     E hidden_size, F intermediate_size, V vocab.
+//   - `seq_lens` is int32 [B] on the device: tokens cached before this call. New token t of row b
+//     has position and cache slot seq_lens[b] + t. Lengths are read by the kernels alone, so a
+//     captured launch follows them.
+//   - The arithmetic of one row depends neither on how many rows there are nor on S.
+#pragma once
+
+#include <stdint.h>
+
+#define TD_ABI_VERSION 1         // bump when a signature below changes
+#define TD_ATTENTION_CHUNK 64    // keys per attention partial; attention.cu says why
+#define TD_ARGMAX_SPLITS 128     // partial maxima per row of logits; sample.cu
+
+enum TdDtype { TD_FLOAT32 = 0, TD_FLOAT16 = 1, TD_BFLOAT16 = 2 };
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Facts about the binary and the machine; none of these touches a GPU or creates a context.
+int td_abi_version(void);                // TD_ABI_VERSION of the binary
+int td_cuda_version(void);               // toolkit of the build, 1000 * major + 10 * minor
+int td_driver_version(void);             // newest CUDA the driver supports, same form; 0: no driver
+const char* td_archs(void);              // targets of the build, "sm_80 sm_90 compute_90"
+const char* td_error_string(int error);  // cudaGetErrorString
+
+// out = x / sqrt(mean(x^2) + eps) * weight; the quotient is rounded to dtype before the product.
+//   x [rows, E] row stride x_stride; weight [E]; out [rows, E] dense, may be x when that is dense.
+int td_rms_norm(const void* x, const void* weight, void* out, int64_t rows, int64_t hidden_size,
+                int64_t x_stride, float eps, int dtype, int device, void* stream);
+
+// residual += x, rounded to dtype; then out = rms_norm(residual).
+//   x, residual, out [rows, E] dense; weight [E]. out may be x.
+int td_add_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows,
+                    int64_t hidden_size, float eps, int dtype, int device, void* stream);
+
+// Rotates pairs (i, i + D/2) of every head by the angles in row `position` of the tables, in place.
+//   q [B, T, H, D], k [B, T, K, D]: last two dimensions dense, strides of the first two given.
+//   cos, sin float32 [S, D/2] dense; a position past the table takes its last row. D even.
+int td_rope(void* q, void* k, const float* cos, const float* sin, const int32_t* seq_lens,
+            int64_t batch, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
+            int64_t table_rows, int64_t q_batch_stride, int64_t q_token_stride,
+            int64_t k_batch_stride, int64_t k_token_stride, int dtype, int device, void* stream);
+
+// Copies k and v into cache slots seq_lens[b] + t; tokens whose slot is past S are dropped.
+//   k, v [B, T, K, D]: last two dimensions dense; k_cache, v_cache [B, K, S, D] dense. D even.
+int td_kv_append(const void* k, const void* v, void* k_cache, void* v_cache,
+                 const int32_t* seq_lens, int64_t batch, int64_t tokens, int64_t kv_heads,
+                 int64_t head_dim, int64_t slots, int64_t k_batch_stride, int64_t k_token_stride,
+                 int64_t v_batch_stride, int64_t v_token_stride, int dtype, int device,
+                 void* stream);
+
+// td_rope, then td_kv_append of the rotated k, in one launch and with the same bits.
+int td_rope_kv_append(void* q, void* k, const void* v, const float* cos, const float* sin,
+                      void* k_cache, void* v_cache, const int32_t* seq_lens, int64_t batch,
+                      int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                      int64_t slots, int64_t table_rows, int64_t q_batch_stride,
+                      int64_t q_token_stride, int64_t k_batch_stride, int64_t k_token_stride,
+                      int64_t v_batch_stride, int64_t v_token_stride, int dtype, int device,
+                      void* stream);
+
+// out = silu(gate) * up; silu is rounded to dtype before the product.
+//   gate_up [rows, 2F] dense, gate first; out [rows, F] dense.
+int td_silu_mul(const void* gate_up, void* out, int64_t rows, int64_t intermediate_size, int dtype,
+                int device, void* stream);
+
+// Query t of row b attends to keys 0 .. seq_lens[b] + t of kv head h / (H / K).
+//   q [B, T, H, D]: last two dimensions dense; k_cache, v_cache [B, K, S, D] dense, 16-byte
+//   aligned; out [B, T, H * D] dense. D is 64, 80, 96, 128 or 256; H a multiple of K. Slots past a
+//   row's end may hold anything. workspace: td_attention_workspace bytes, 16-byte aligned, its
+//   contents need no preparation and mean nothing afterwards.
+int td_attention(const void* q, const void* k_cache, const void* v_cache, const int32_t* seq_lens,
+                 void* out, void* workspace, int64_t batch, int64_t tokens, int64_t heads,
+                 int64_t kv_heads, int64_t head_dim, int64_t slots, int64_t q_batch_stride,
+                 int64_t q_token_stride, float scale, int dtype, int device, void* stream);
+int64_t td_attention_workspace(int64_t batch, int64_t tokens, int64_t heads, int64_t head_dim,
+                               int64_t slots);
+
+// token[b] = index of the largest logit of row b, the lowest one among equals; NaN is the smallest.
+//   logits [B, V] row stride logits_stride; token int64 [B]; nonfinite int32 [1] or null: set to 1
+//   when a logit is NaN or infinite, else left alone. workspace: td_argmax_workspace bytes, 8-byte
+//   aligned, no preparation.
+int td_argmax(const void* logits, int64_t* token, int32_t* nonfinite, void* workspace,
+              int64_t batch, int64_t vocab_size, int64_t logits_stride, int dtype, int device,
+              void* stream);
+int64_t td_argmax_workspace(int64_t batch);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,167 @@
+"""Builds kernels/*.cu for the host and calls the td_* entries on CPU tensors.
+
+The library has the very entry points of kernels/td_api.h, so a test drives the emulated kernels
+as `tinydecode._C` drives the real ones. See emu.h for what the emulator does and does not find.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE.parents[1] / "kernels"
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+LAUNCH_FAILURE = 719
+FLAGS = [
+    *("-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
+    *("-DTD_EMULATE", '-DTD_ARCHS="host"'),
+]
+
+
+def compiler() -> str | None:
+    """The host compiler, or None where there is none."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+
+
+def build(
+    sources: Sequence[Path] | None = None, *, include: Path = KERNELS, flags: Sequence[str] = ()
+) -> Path:
+    """Compile the emulator and some kernel sources into one shared library.
+
+    Libraries are kept in the temporary folder under a hash of everything that goes into them, so
+    that only a change is compiled again.
+
+    Args:
+        sources: .cu files; all of kernels/ when None.
+        include: the folder of common.cuh.
+        flags: further compiler flags.
+    """
+    sources = sorted(KERNELS.glob("*.cu")) if sources is None else list(sources)
+    inputs = [HERE / "emu.cpp", *sources]
+    read = [*inputs, HERE / "emu.h", *(HERE / "shim").iterdir()]
+    read += [*include.glob("*.cuh"), *include.glob("*.h")]
+    digest = hashlib.sha256("\0".join([str(compiler()), *FLAGS, *flags]).encode())
+    for path in sorted(read):
+        digest.update(path.name.encode() + path.read_bytes())
+    folder = Path(tempfile.gettempdir()) / f"tinydecode-emulate-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"{digest.hexdigest()[:24]}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            partial = Path(work) / "out.so"
+            _compile(inputs, partial, [f"-I{HERE / 'shim'}", f"-I{include}", f"-I{HERE}", *flags])
+            partial.rename(library)  # atomic: another test process may be building the same
+    return library
+
+
+def _compile(inputs: Iterable[Path], library: Path, flags: Sequence[str]) -> None:
+    def compile_one(source: Path) -> str:
+        target = library.with_name(source.name + ".o")
+        _run([str(compiler()), *FLAGS, *flags, "-x", "c++", "-c", str(source), "-o", str(target)])
+        return str(target)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, inputs))
+    _run([str(compiler()), "-shared", "-o", str(library), *objects])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
+
+
+class EmulationError(Exception):
+    """What the emulator found: a deadlock, a divergent barrier, a write out of bounds."""
+
+
+class Kernels:
+    """The emulated td_* entries. Tensors become pointers, dtypes their codes, the rest numbers."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.emu_error.restype = ctypes.c_char_p
+        self.schedule()
+
+    def schedule(self, seed: int = 1, resident: int = 1, multiprocessors: int = 2) -> None:
+        """Choose the order of fibers, the blocks that run side by side, and the size of the GPU."""
+        self._library.emu_configure(ctypes.c_uint64(seed), resident, multiprocessors)
+
+    def number(self, name: str, *args: object) -> int:
+        """The int64 that an entry returns."""
+        function = getattr(self._library, name)
+        function.restype = ctypes.c_int64
+        return int(function(*map(_argument, args)))
+
+    def call(self, name: str, *args: object, device: int = 0, check: bool = True) -> int:
+        """Call td_<name>(*args, device, stream) and return its error code.
+
+        Raises:
+            EmulationError: the emulator ended the launch (whatever `check` says).
+            AssertionError: any other error, unless `check` is False.
+        """
+        function = getattr(self._library, f"td_{name}")
+        function.restype = ctypes.c_int
+        code = int(function(*map(_argument, args), ctypes.c_int(device), ctypes.c_void_p()))
+        if code == LAUNCH_FAILURE:
+            raise EmulationError(self._library.emu_error().decode())
+        assert code == 0 or not check, f"td_{name} returned {code}"
+        return code
+
+
+def _argument(value: object) -> object:
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if isinstance(value, torch.dtype):
+        return ctypes.c_int(DTYPES[value])
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    if value is None:
+        return ctypes.c_void_p()
+    assert isinstance(value, int)
+    return ctypes.c_int64(value)
+
+
+GUARD = 64  # elements on either side of a guarded tensor
+
+
+class Guarded:
+    """A tensor between guard bands, optionally at an address that is not aligned to 16 bytes.
+
+    Attributes:
+        tensor: the tensor, filled with NaN (or -1 for integers) until a kernel writes it.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, *, offset: int = 0) -> None:
+        count = 1
+        for size in shape:
+            count *= size
+        self._poison = float("nan") if dtype.is_floating_point else -1
+        self._start = GUARD + offset
+        self._buffer = torch.full((count + 2 * GUARD + offset,), self._poison, dtype=dtype)
+        self.tensor = self._buffer[self._start : self._start + count].view(*shape)
+
+    @classmethod
+    def of(cls, values: Tensor, *, offset: int = 0) -> Guarded:
+        """A guarded copy: reading outside it gives NaN."""
+        guarded = cls(values.shape, values.dtype, offset=offset)
+        guarded.tensor.copy_(values)
+        return guarded
+
+    def assert_guards(self, what: str = "tensor") -> None:
+        """Nothing was written outside the tensor."""
+        count = self.tensor.numel()
+        for side in (self._buffer[: self._start], self._buffer[self._start + count :]):
+            intact = side.isnan() if side.is_floating_point() else side == self._poison
+            assert bool(intact.all()), f"{what}: written outside its bounds"

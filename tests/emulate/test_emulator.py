@@ -1,0 +1,187 @@
+"""The emulator itself: what it computes, and that it finds the faults it claims to find."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from emulate.harness import HERE, KERNELS, EmulationError, Kernels, build, compiler
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
+SEEDS = range(1, 9)
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Kernels:
+    return Kernels(build([HERE / "selftest.cu"]))
+
+
+def ints(*shape: int) -> Tensor:
+    return torch.full(shape, -1, dtype=torch.int32)
+
+
+def wrong_under_some_schedule(emulated: Kernels, run: Callable[[], bool]) -> bool:
+    """Whether `run`, which says if the result was right, fails for at least one seed."""
+    for seed in SEEDS:
+        emulated.schedule(seed)
+        if not run():
+            return True
+    return False
+
+
+@pytest.mark.parametrize("dynamic", [0, 1])
+@pytest.mark.parametrize("resident", [1, 3])
+def test_block_barrier_and_shared_memory(emulated: Kernels, dynamic: int, resident: int) -> None:
+    source = torch.arange(4 * 96, dtype=torch.int32)
+    expected = source.view(4, 96).flip(1).flatten()
+
+    def right(barrier: int) -> bool:
+        out = ints(4 * 96)
+        emulated.call("reverse", source, out, 4, 96, dynamic, barrier)
+        return torch.equal(out, expected)
+
+    for seed in SEEDS:
+        emulated.schedule(seed, resident)
+        assert right(barrier=1)
+    assert wrong_under_some_schedule(emulated, lambda: right(barrier=0))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        ("divergent", "divergent barrier"),
+        ("deserted", r"selftest.cu:\d+: deadlock .* 1 of 64 threads ended"),
+        ("overrun", "past the end of dynamic shared memory"),
+    ],
+)
+def test_faults_are_reported_and_the_next_launch_works(
+    emulated: Kernels, kernel: str, message: str
+) -> None:
+    for seed in SEEDS:
+        emulated.schedule(seed)
+        with pytest.raises(EmulationError, match=message):
+            emulated.call(kernel, ints(64))
+        out = ints(128)
+        emulated.call("teams", out)
+        assert out[:2].tolist() == [63, 62]
+
+
+def test_warp_operations(emulated: Kernels) -> None:
+    lanes = list(range(32))
+    expected = [
+        [7] * 32,
+        [i ^ 5 for i in lanes],
+        [i if i < 3 else i - 3 for i in lanes],
+        [i if i > 28 else i + 3 for i in lanes],
+        [i if i % 8 > 4 else i + 3 for i in lanes],
+        [sum(1 << i for i in lanes if i % 3 == 0)] * 32,
+        [1] * 32,
+        [0] * 32,
+        [31] * 32,
+    ]
+    for seed in SEEDS:
+        emulated.schedule(seed)
+        out = ints(9, 32)
+        emulated.call("warp", out)
+        assert out.tolist() == expected
+
+
+def test_atomics_across_blocks(emulated: Kernels) -> None:
+    for resident in (1, 4):
+        emulated.schedule(3, resident)
+        counters, out = torch.zeros(2, dtype=torch.int32), ints(1)
+        emulated.call("atomic", counters, out)
+        assert out.item() == 5 * sum(range(64))
+
+
+def test_blocks_that_wait_for_one_another(emulated: Kernels) -> None:
+    emulated.schedule(1, resident=6)
+    arrived, out = torch.zeros(1, dtype=torch.int32), ints(6 * 32)
+    emulated.call("grid_barrier", arrived, out, 6)
+    assert out.unique().tolist() == [6]
+
+
+def test_bulk_copies_through_a_ring(emulated: Kernels) -> None:
+    source = torch.arange(10 * 128, dtype=torch.int32)
+
+    def right(wait: int) -> bool:
+        out = ints(10 * 128)
+        try:
+            emulated.call("ring", source, out, 10, wait)
+        except EmulationError:
+            return False
+        return torch.equal(out, 2 * source)
+
+    for seed in SEEDS:
+        emulated.schedule(seed)
+        assert right(wait=1)
+    assert wrong_under_some_schedule(emulated, lambda: right(wait=0))
+
+
+def test_async_copies_land_by_group(emulated: Kernels) -> None:
+    source = torch.arange(256, dtype=torch.int32)
+    expected = source.view(2, 128).flip(1).flatten()
+
+    def right(first: int) -> bool:
+        out = ints(256)
+        emulated.call("async", source, out, first)
+        return torch.equal(out, expected)
+
+    for seed in SEEDS:
+        emulated.schedule(seed)
+        assert right(first=1)
+    assert wrong_under_some_schedule(emulated, lambda: right(first=2))
+
+
+def test_named_barriers(emulated: Kernels) -> None:
+    for seed in SEEDS:
+        emulated.schedule(seed)
+        out = ints(128)
+        emulated.call("teams", out)
+        assert torch.equal(out, torch.arange(128, dtype=torch.int32).view(2, 64).flip(1).flatten())
+
+
+def test_matrix_instruction_by_its_fragment_map(emulated: Kernels) -> None:
+    # Small integers: exact in bf16 and in every order of additions.
+    a = torch.randint(-8, 9, (16, 16)).to(torch.bfloat16)
+    b = torch.randint(-8, 9, (16, 8)).to(torch.bfloat16)
+    d = torch.full((16, 8), float("nan"))
+    emulated.call("mma", a, b, d)
+    assert torch.equal(d, a.float() @ b.float())
+
+
+def test_float16_and_bfloat16_round_as_torch_does(emulated: Kernels, tmp_path: Path) -> None:
+    source = tmp_path / "convert.cu"
+    source.write_text(
+        '#include "cuda_bf16.h"\n'
+        'extern "C" int td_convert(const float* x, uint16_t* half, uint16_t* bf16, float* back,\n'
+        "                          int64_t n, int, void*) {\n"
+        "  for (int64_t i = 0; i < n; ++i) {\n"
+        "    half[i] = __float2half_rn(x[i]).raw;\n"
+        "    bf16[i] = __float2bfloat16_rn(x[i]).raw;\n"
+        "    back[i] = __half2float(__float2half_rn(x[i]));\n"
+        "  }\n"
+        "  return 0;\n"
+        "}\n"
+    )
+    kernels = Kernels(build([source]))
+    exponents = torch.randint(-30, 18, (20000,)).float()
+    x = torch.cat((torch.randn(20000) * exponents.exp2(), torch.randn(5000) * 1e-7))
+    x = torch.cat((x, torch.tensor([0.0, -0.0, 65519.0, 65520.0, 1e6, -1e6, 2.0**-24, 2.0**-25])))
+    half, bf16 = torch.empty_like(x, dtype=torch.float16), torch.empty_like(x, dtype=torch.bfloat16)
+    back = torch.empty_like(x)
+    kernels.call("convert", x, half, bf16, back, x.numel())
+    assert torch.equal(half, x.half()) and torch.equal(back, x.half().float())
+    assert torch.equal(bf16, x.bfloat16())
+
+
+@pytest.mark.build
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_same_sources_are_cuda(tmp_path: Path) -> None:
+    command = ["nvcc", "-std=c++17", "-arch=sm_90", f"-I{KERNELS}", "-c", "-o", tmp_path / "o.o"]
+    subprocess.run([*command, HERE / "selftest.cu"], check=True)
