@@ -88,7 +88,7 @@ def rope_case(
 
     def call(module: Any, i: int) -> None:
         q, k, v = qkv[i].split((heads, kv_heads, kv_heads), dim=2)
-        module.rope_kv_append(q, k, v, k_cache, v_cache, cos, sin, seq_lens)
+        module.rope_kv_append(q, k, v, cos, sin, k_cache, v_cache, seq_lens)
 
     return {
         "op": "rope_kv_append",

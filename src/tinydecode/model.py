@@ -104,7 +104,7 @@ class LlamaModel:
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=2)  # views, [B, T, heads, D]
         k_cache, v_cache = cache.layer(index)
 
-        ops.rope_kv_append(q, k, v, k_cache, v_cache, cache.cos, cache.sin, cache.seq_lens)
+        ops.rope_kv_append(q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.seq_lens)
         if is_prefill:
             attended = ops.prefill_attention(q, k, v)
         else:

@@ -86,6 +86,21 @@ def test_kv_append_writes_only_its_slots(module) -> None:
     assert v_cache[0, 1].tolist() == [blank, blank, [30.0, 40.0], [70.0, 80.0], blank]
 
 
+def test_argmax_by_hand() -> None:
+    nan, inf = math.nan, math.inf
+    flag = torch.zeros(1, dtype=torch.int32)
+    logits = torch.tensor([[1.0, 3.0, 3.0], [-5.0, -7.0, -6.0]])
+    assert ref.argmax(logits, None, flag).tolist() == [1, 0]
+    assert flag.item() == 0
+    out = torch.empty(2, dtype=torch.int64)
+    assert ref.argmax(torch.tensor([[nan, 3.0, 1.0], [2.0, nan, 9.0]]), out, flag) is out
+    assert out.tolist() == [1, 2] and flag.item() == 1
+    for row in ([nan, 0.0], [inf, 0.0], [-inf, 0.0]):
+        flag.zero_()
+        ref.argmax(torch.tensor([row]), None, flag)
+        assert flag.item() == 1
+
+
 # ---- against float64 -----------------------------------------------------------------------
 
 

@@ -88,14 +88,14 @@ def rope_kv_append(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
     cos: Tensor,
     sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     seq_lens: Tensor,
 ) -> None:
     """`rope` and `kv_append` of the new tokens in one go; see `ref.rope_kv_append`."""
-    _pick(q).rope_kv_append(q, k, v, k_cache, v_cache, cos, sin, seq_lens)
+    _pick(q).rope_kv_append(q, k, v, cos, sin, k_cache, v_cache, seq_lens)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -127,6 +127,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = Non
     return result
 
 
-def argmax(logits: Tensor, token: Tensor, nonfinite: Tensor) -> None:
-    """Most likely token of each row of logits [B, V] into token [B]; see `ref.argmax`."""
-    _pick(logits).argmax(logits, token, nonfinite)
+def argmax(logits: Tensor, out: Tensor | None = None, nonfinite: Tensor | None = None) -> Tensor:
+    """Most likely token of each row, [B, V] -> int64 [B]; see `ref.argmax`."""
+    result: Tensor = _pick(logits).argmax(logits, out, nonfinite)
+    return result

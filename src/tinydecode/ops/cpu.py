@@ -42,10 +42,10 @@ def rope_kv_append(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
     cos: Tensor,
     sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     seq_lens: Tensor,
 ) -> None:
     """As `ref.rope_kv_append`."""

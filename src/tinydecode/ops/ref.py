@@ -104,10 +104,10 @@ def rope_kv_append(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
     cos: Tensor,
     sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     seq_lens: Tensor,
 ) -> None:
     """`rope`, then `kv_append` of the rotated keys and the values. Arguments as there."""
@@ -224,14 +224,19 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = Non
     return result.reshape(batch, new_tokens, heads * dim).to(q.dtype)
 
 
-def argmax(logits: Tensor, token: Tensor, nonfinite: Tensor) -> None:
-    """The most likely token of each row, ties to the lowest id.
+def argmax(logits: Tensor, out: Tensor | None = None, nonfinite: Tensor | None = None) -> Tensor:
+    """The index of the largest logit of each row, the lowest one among equals.
 
     Args:
-        logits: [B, V].
-        token: int64 [B], written.
-        nonfinite: int32 [1], set to 1 when a row has NaN or +inf, or nothing above -inf; else left.
+        logits: [B, V]. NaN counts as smaller than every number.
+        out: int64 [B] to write into; allocated when None.
+        nonfinite: int32 [1], set to 1 when any logit is NaN or infinite and left alone otherwise,
+            so that one look tells about many steps.
+
+    Returns:
+        int64 [B].
     """
-    best, index = logits.max(dim=-1)  # NaN wins a maximum, so `best` tells of any
-    token.copy_(index)
-    nonfinite.bitwise_or_((~torch.isfinite(best)).any().to(torch.int32))
+    if nonfinite is not None:
+        nonfinite.bitwise_or_((~torch.isfinite(logits)).any().to(torch.int32))
+    result = logits.masked_fill(logits.isnan(), -torch.inf).argmax(-1)
+    return result if out is None else out.copy_(result)
