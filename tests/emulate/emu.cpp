@@ -14,7 +14,7 @@
 
 dim3 threadIdx, blockIdx, blockDim, gridDim;
 
-// Static __shared__ variables of all kernels lie in one section (shim/cuda_runtime.h).
+// The static __shared__ variables of all kernels: what was .bss of their object files (harness.py).
 extern "C" {
 extern unsigned char __start_td_shared[] __attribute__((weak));
 extern unsigned char __stop_td_shared[] __attribute__((weak));

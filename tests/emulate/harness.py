@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "kernels"
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 LAUNCH_FAILURE = 719
 FLAGS = [
     *("-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"),
@@ -70,6 +72,10 @@ def _compile(inputs: Iterable[Path], library: Path, flags: Sequence[str]) -> Non
     def compile_one(source: Path) -> str:
         target = library.with_name(source.name + ".o")
         _run([str(compiler()), *FLAGS, *flags, "-x", "c++", "-c", str(source), "-o", str(target)])
+        if source.suffix == ".cu":
+            # Kernels have no static variables but shared memory, which the scheduler must find. (A
+            # section attribute would say so in the source, but GCC ignores it inside templates.)
+            _run(["objcopy", "--rename-section", ".bss=td_shared", str(target)])
         return str(target)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -87,7 +93,11 @@ class EmulationError(Exception):
 
 
 class Kernels:
-    """The emulated td_* entries. Tensors become pointers, dtypes their codes, the rest numbers."""
+    """The td_* entries of a library, callable like the functions of `tinydecode._C`.
+
+    Pointers and integers are passed as int, factors as float; for tests that call entries directly,
+    tensors stand for their address.
+    """
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -98,39 +108,44 @@ class Kernels:
         """Choose the order of fibers, the blocks that run side by side, and the size of the GPU."""
         self._library.emu_configure(ctypes.c_uint64(seed), resident, multiprocessors)
 
-    def number(self, name: str, *args: object) -> int:
-        """The int64 that an entry returns."""
-        function = getattr(self._library, name)
-        function.restype = ctypes.c_int64
-        return int(function(*map(_argument, args)))
-
-    def call(self, name: str, *args: object, device: int = 0, check: bool = True) -> int:
-        """Call td_<name>(*args, device, stream) and return its error code.
-
-        Raises:
-            EmulationError: the emulator ended the launch (whatever `check` says).
-            AssertionError: any other error, unless `check` is False.
-        """
+    def __getattr__(self, name: str) -> Callable[..., int | None]:
+        if name.startswith("_"):
+            raise AttributeError(name)
         function = getattr(self._library, f"td_{name}")
-        function.restype = ctypes.c_int
-        code = int(function(*map(_argument, args), ctypes.c_int(device), ctypes.c_void_p()))
-        if code == LAUNCH_FAILURE:
-            raise EmulationError(self._library.emu_error().decode())
-        assert code == 0 or not check, f"td_{name} returned {code}"
-        return code
+        returns_a_number = name.endswith("_workspace")
+        function.restype = ctypes.c_int64 if returns_a_number else ctypes.c_int
+
+        def call(*arguments: object) -> int | None:
+            result = int(function(*map(_argument, arguments)))
+            if returns_a_number:
+                return result
+            if result == LAUNCH_FAILURE:
+                raise EmulationError(self._library.emu_error().decode())
+            if result != 0:
+                raise RuntimeError(f"td_{name} returned cudaError {result}")
+            return None
+
+        return call
 
 
 def _argument(value: object) -> object:
     if isinstance(value, Tensor):
-        return ctypes.c_void_p(value.data_ptr())
-    if isinstance(value, torch.dtype):
-        return ctypes.c_int(DTYPES[value])
+        value = value.data_ptr()
     if isinstance(value, float):
         return ctypes.c_float(value)
-    if value is None:
-        return ctypes.c_void_p()
     assert isinstance(value, int)
-    return ctypes.c_int64(value)
+    return ctypes.c_int64(value)  # a callee that takes fewer bits reads the low ones
+
+
+@contextmanager
+def behind_cuda_ops(kernels: Kernels) -> Iterator[None]:
+    """Make tinydecode.ops.cuda work on CPU tensors, with these kernels behind its checks."""
+    from tinydecode.ops import cuda
+
+    with mock.patch.multiple(
+        cuda, _native=kernels, _DEVICE_TYPE="cpu", _current_stream=lambda index: 0
+    ):
+        yield
 
 
 GUARD = 64  # elements on either side of a guarded tensor
@@ -143,19 +158,25 @@ class Guarded:
         tensor: the tensor, filled with NaN (or -1 for integers) until a kernel writes it.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, *, offset: int = 0) -> None:
-        count = 1
-        for size in shape:
-            count *= size
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        offset: int = 0,
+    ) -> None:
+        count = math.prod(shape)
         self._poison = float("nan") if dtype.is_floating_point else -1
         self._start = GUARD + offset
-        self._buffer = torch.full((count + 2 * GUARD + offset,), self._poison, dtype=dtype)
+        size = count + 2 * GUARD + offset
+        self._buffer = torch.full((size,), self._poison, dtype=dtype, device=device)
         self.tensor = self._buffer[self._start : self._start + count].view(*shape)
 
     @classmethod
-    def of(cls, values: Tensor, *, offset: int = 0) -> Guarded:
+    def of(cls, values: Tensor, device: torch.device | str = "cpu", *, offset: int = 0) -> Guarded:
         """A guarded copy: reading outside it gives NaN."""
-        guarded = cls(values.shape, values.dtype, offset=offset)
+        guarded = cls(values.shape, values.dtype, device, offset=offset)
         guarded.tensor.copy_(values)
         return guarded
 

@@ -194,7 +194,7 @@ int td_grid_barrier(int* arrived, int* out, int64_t blocks, int, void*) {
 int td_ring(const int* in, int* out, int64_t tiles, int64_t wait, int, void*) {
   return run(wait ? ring_kernel<true> : ring_kernel<false>, 1, 64, 0, in, out, tiles);
 }
-int td_async(const int* in, int* out, int64_t first, int, void*) {
+int td_async_copy(const int* in, int* out, int64_t first, int, void*) {
   return run(first == 1 ? async_kernel<1> : async_kernel<2>, 1, 32, 0, in, out);
 }
 int td_teams(int* out, int, void*) { return run(teams_kernel, 1, 128, 0, out); }

@@ -42,7 +42,7 @@ def test_block_barrier_and_shared_memory(emulated: Kernels, dynamic: int, reside
 
     def right(barrier: int) -> bool:
         out = ints(4 * 96)
-        emulated.call("reverse", source, out, 4, 96, dynamic, barrier)
+        emulated.reverse(source, out, 4, 96, dynamic, barrier, 0, 0)
         return torch.equal(out, expected)
 
     for seed in SEEDS:
@@ -65,9 +65,9 @@ def test_faults_are_reported_and_the_next_launch_works(
     for seed in SEEDS:
         emulated.schedule(seed)
         with pytest.raises(EmulationError, match=message):
-            emulated.call(kernel, ints(64))
+            getattr(emulated, kernel)(ints(64), 0, 0)
         out = ints(128)
-        emulated.call("teams", out)
+        emulated.teams(out, 0, 0)
         assert out[:2].tolist() == [63, 62]
 
 
@@ -87,7 +87,7 @@ def test_warp_operations(emulated: Kernels) -> None:
     for seed in SEEDS:
         emulated.schedule(seed)
         out = ints(9, 32)
-        emulated.call("warp", out)
+        emulated.warp(out, 0, 0)
         assert out.tolist() == expected
 
 
@@ -95,14 +95,14 @@ def test_atomics_across_blocks(emulated: Kernels) -> None:
     for resident in (1, 4):
         emulated.schedule(3, resident)
         counters, out = torch.zeros(2, dtype=torch.int32), ints(1)
-        emulated.call("atomic", counters, out)
+        emulated.atomic(counters, out, 0, 0)
         assert out.item() == 5 * sum(range(64))
 
 
 def test_blocks_that_wait_for_one_another(emulated: Kernels) -> None:
     emulated.schedule(1, resident=6)
     arrived, out = torch.zeros(1, dtype=torch.int32), ints(6 * 32)
-    emulated.call("grid_barrier", arrived, out, 6)
+    emulated.grid_barrier(arrived, out, 6, 0, 0)
     assert out.unique().tolist() == [6]
 
 
@@ -112,7 +112,7 @@ def test_bulk_copies_through_a_ring(emulated: Kernels) -> None:
     def right(wait: int) -> bool:
         out = ints(10 * 128)
         try:
-            emulated.call("ring", source, out, 10, wait)
+            emulated.ring(source, out, 10, wait, 0, 0)
         except EmulationError:
             return False
         return torch.equal(out, 2 * source)
@@ -129,7 +129,7 @@ def test_async_copies_land_by_group(emulated: Kernels) -> None:
 
     def right(first: int) -> bool:
         out = ints(256)
-        emulated.call("async", source, out, first)
+        emulated.async_copy(source, out, first, 0, 0)
         return torch.equal(out, expected)
 
     for seed in SEEDS:
@@ -142,7 +142,7 @@ def test_named_barriers(emulated: Kernels) -> None:
     for seed in SEEDS:
         emulated.schedule(seed)
         out = ints(128)
-        emulated.call("teams", out)
+        emulated.teams(out, 0, 0)
         assert torch.equal(out, torch.arange(128, dtype=torch.int32).view(2, 64).flip(1).flatten())
 
 
@@ -151,7 +151,7 @@ def test_matrix_instruction_by_its_fragment_map(emulated: Kernels) -> None:
     a = torch.randint(-8, 9, (16, 16)).to(torch.bfloat16)
     b = torch.randint(-8, 9, (16, 8)).to(torch.bfloat16)
     d = torch.full((16, 8), float("nan"))
-    emulated.call("mma", a, b, d)
+    emulated.mma(a, b, d, 0, 0)
     assert torch.equal(d, a.float() @ b.float())
 
 
@@ -175,7 +175,7 @@ def test_float16_and_bfloat16_round_as_torch_does(emulated: Kernels, tmp_path: P
     x = torch.cat((x, torch.tensor([0.0, -0.0, 65519.0, 65520.0, 1e6, -1e6, 2.0**-24, 2.0**-25])))
     half, bf16 = torch.empty_like(x, dtype=torch.float16), torch.empty_like(x, dtype=torch.bfloat16)
     back = torch.empty_like(x)
-    kernels.call("convert", x, half, bf16, back, x.numel())
+    kernels.convert(x, half, bf16, back, x.numel(), 0, 0)
     assert torch.equal(half, x.half()) and torch.equal(back, x.half().float())
     assert torch.equal(bf16, x.bfloat16())
 

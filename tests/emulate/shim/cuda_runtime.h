@@ -17,8 +17,9 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__
-// One variable for all blocks; the scheduler swaps the section when it switches blocks.
-#define __shared__ static __attribute__((section("td_shared")))
+// One variable for all blocks: harness.py gathers these variables in a section of their own, and the
+// scheduler swaps its contents when it switches blocks.
+#define __shared__ static
 
 #define TD_STRING_(x) #x
 #define TD_STRING(x) TD_STRING_(x)
