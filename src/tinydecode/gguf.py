@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinydecode.config import ModelConfig, RopeScaling
+from tinydecode.config import ModelConfig, RopeScaling, token_ids
 from tinydecode.errors import CheckpointError, refuse_lfs_pointer
 
 _STRING, _ARRAY = 8, 9
@@ -194,7 +194,11 @@ def read_config(path: str | Path) -> ModelConfig:
         raise NotImplementedError(
             f"{path}: llama.rope.dimension_count {rotated} of {head_dim} is not implemented"
         )
-    stop_keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+
+    def ids(key: str) -> tuple[int, ...]:
+        return token_ids(metadata.get(key), f"{path}: {key}")
+
+    stop_ids = ids("tokenizer.ggml.eos_token_id") + ids("tokenizer.ggml.eot_token_id")
     config = ModelConfig(
         model_type="llama",
         # Not llama.vocab_size, which is optional and may leave padding out.
@@ -213,8 +217,8 @@ def read_config(path: str | Path) -> ModelConfig:
         attention_bias="blk.0.attn_q.bias" in tensors,
         attention_out_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
-        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=tuple(dict.fromkeys(metadata[key] for key in stop_keys if key in metadata)),
+        bos_token_id=next(iter(ids("tokenizer.ggml.bos_token_id")), None),
+        eos_token_ids=tuple(dict.fromkeys(stop_ids)),
     )
     if "rope_freqs.weight" in tensors:
         config = _with_llama3_rope(path, tensors["rope_freqs.weight"], config)
@@ -246,6 +250,8 @@ def _with_llama3_rope(path: Path, stored: GGUFTensor, config: ModelConfig) -> Mo
     if stored.ggml_type != 0 or stored.shape != (pairs,) or len(data) != 4 * pairs:
         raise CheckpointError(f"{path}: rope_freqs.weight is not {pairs} float32 values")
     divisors = struct.unpack(f"<{pairs}f", data)
+    if not all(math.isfinite(divisor) and divisor > 0 for divisor in divisors):
+        raise CheckpointError(f"{path}: incomplete or corrupt, rope_freqs.weight is {divisors}")
     scaling = RopeScaling("llama3", max(divisors), 1.0, 4.0, 8192.0)
     scaled = replace(config, rope_scaling=scaling)
     expected = (inv_freq(config) / inv_freq(scaled)).tolist()

@@ -192,6 +192,7 @@ def load_weights(
         ImportError: a GGUF type that needs the gguf library, which is not installed.
     """
     checkpoint = _open_checkpoint(Path(path), config)
+    _check_depth(Path(path), checkpoint, config)
     tied = config.tie_word_embeddings and not _has_own_head(checkpoint)
     planned = named_slices(empty_weights(config, device="meta", dtype=dtype, tied=tied), config)
     _check_tensors(Path(path), checkpoint, planned, strict=strict)
@@ -289,6 +290,16 @@ def _has_own_head(checkpoint: Checkpoint) -> bool:
         stacklevel=4,
     )
     return True
+
+
+def _check_depth(path: Path, checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Look for the last layer before planning any: a plan for 10^9 layers would fill memory."""
+    name = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
+    if name not in checkpoint.tensors:
+        raise CheckpointError(
+            f"{path}: the files hold no tensor {name}, "
+            f"but num_hidden_layers is {config.num_hidden_layers}"
+        )
 
 
 def _check_tensors(

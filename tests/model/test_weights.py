@@ -195,6 +195,14 @@ def test_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("layers", [3, 10**9])
+def test_deeper_config_than_files(tmp_path: Path, layers: int) -> None:
+    write_tiny(tmp_path)
+    edit_json(tmp_path / "config.json", num_hidden_layers=layers)
+    with pytest.raises(CheckpointError, match=f"num_hidden_layers is {layers}"):
+        load(tmp_path)
+
+
 def test_nothing_is_allocated_for_a_misfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny(tmp_path, shards=2)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
