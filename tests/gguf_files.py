@@ -1,4 +1,4 @@
-"""Small GGUF files, written with the gguf library; importing this skips tests where it is missing."""
+"""Small GGUF files, written with the gguf library; where it is missing, tests are skipped."""
 
 from __future__ import annotations
 
