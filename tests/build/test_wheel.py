@@ -5,6 +5,7 @@ The wheels are named by TD_WHEELS, separated by colons; `ci/build_wheels.sh` mak
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -14,13 +15,17 @@ import sys
 import sysconfig
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import kernel_resources
 import pytest
 import td_build
 
+from tinydecode import _ext
+
 pytestmark = pytest.mark.build
 
+ROOT = Path(__file__).parents[2]
 WHEELS = [Path(p).resolve() for p in os.environ.get("TD_WHEELS", "").split(os.pathsep) if p]
 # The C library and its loader; the static CUDA runtime needs nothing else.
 ALLOWED_LIBRARIES = {"libc.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0"}
@@ -30,8 +35,9 @@ import importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("tinydecode._C", sys.argv[1])
 C = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(C)
-facts = [C.abi_version(), C.cuda_version(), C.driver_version(), C.archs(), "torch" in sys.modules]
-print(json.dumps(facts))
+names = [name for name in vars(C) if not name.startswith("__")]
+facts = {"abi": C.abi_version(), "cuda": C.cuda_version(), "driver": C.driver_version()}
+print(json.dumps({**facts, "archs": C.archs(), "names": names, "torch": "torch" in sys.modules}))
 """
 
 
@@ -97,15 +103,23 @@ def test_gpu_targets_are_the_table(wheel: Path, module: Path) -> None:
     expected = {("cubin", f"sm_{a}") for a in variant.sass} | {("ptx", f"sm_{variant.ptx}")}
     assert files == expected
     stamped = [f"sm_{a}" for a in variant.sass] + [f"compute_{variant.ptx}"]
-    assert facts_of(module, sys.executable)[3].split() == stamped
+    assert facts_of(module, sys.executable)["archs"].split() == stamped
 
 
-def facts_of(module: Path, python: str) -> list:
+def test_stub_names_what_the_module_has(module: Path) -> None:
+    stub = ast.parse((ROOT / "src" / "tinydecode" / "_C.pyi").read_text())
+    named = {n.name for n in stub.body if isinstance(n, ast.FunctionDef)}
+    named |= {n.target.id for n in stub.body if isinstance(n, ast.AnnAssign)}
+    assert named == set(facts_of(module, sys.executable)["names"])
+
+
+def facts_of(module: Path, python: str) -> dict[str, Any]:
     """Loads the module alone, in isolated mode and so without torch, and asks it for its facts."""
     command = [python, "-I", "-c", FACTS, str(module)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    return list(json.loads(result.stdout))
+    facts: dict[str, Any] = json.loads(result.stdout)
+    return facts
 
 
 def find_python(name: str) -> str | None:
@@ -123,13 +137,11 @@ def test_imports_without_torch(wheel: Path, module: Path, name: str) -> None:
     python = find_python(name)
     if python is None:
         pytest.skip(f"no {name} on this machine")
-    abi, cuda, _, _, imported_torch = facts_of(module, python)
-    from tinydecode import _ext
-
-    assert abi == _ext.ABI_VERSION
-    assert imported_torch is False
+    facts = facts_of(module, python)
+    assert facts["abi"] == _ext.ABI_VERSION
+    assert facts["torch"] is False
     major = td_build.VARIANTS[kernel_resources.variant_of(wheel)].cuda_major
-    assert cuda // 1000 == major
+    assert facts["cuda"] // 1000 == major
 
 
 @pytest.fixture
