@@ -319,7 +319,7 @@ class Engine:
         """
         params = sampler.params
         if self.graphs and len(rows) == 1 and params.is_greedy and params.repetition_penalty == 1:
-            yield from self.graphs.greedy_tokens(rows[0])
+            yield from self.graphs.greedy_tokens(self, rows[0])
         logits = self.prefill(rows)
         generation = self.generation
         while True:

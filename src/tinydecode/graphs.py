@@ -8,13 +8,17 @@ tokens one launch behind.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from tinydecode import ops
 from tinydecode.engine import Engine
+from tinydecode.kv_cache import KVCache
+from tinydecode.model import LlamaModel
 from tinydecode.sampling import non_finite_error
 
 _WARM_UPS = 2  # before capture: cuBLAS picks its kernels and workspaces, modules load
@@ -38,10 +42,22 @@ def enable(engine: Engine, verify: Sequence[int] = ()) -> Engine:
     if device.type != "cuda":
         raise ValueError(f"CUDA graphs need a model on a CUDA device, this one is on {device}")
     if engine.graphs is None:
-        engine.graphs = Graphs(engine)
+        engine.graphs = Graphs(engine.model, engine.cache)
     for new_tokens in verify:
         engine.graphs.chunk(new_tokens)
     return engine
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Freeing another graph while one is captured would spoil the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class GraphedStep:
@@ -55,13 +71,12 @@ class GraphedStep:
         state: int64 [B + 1], T = 1 only: the next tokens, then `nonfinite`, in one piece to copy.
     """
 
-    def __init__(self, engine: Engine, new_tokens: int = 1) -> None:
+    def __init__(self, model: LlamaModel, cache: KVCache, new_tokens: int = 1) -> None:
         """Warm up on a side stream, then capture.
 
         The cache's last T slots are scribbled over; they hold tokens only in a full cache, which
         has no room for this pass anyway.
         """
-        model, cache = engine.model, engine.cache
         device = model.device
         if not 1 <= new_tokens <= cache.max_seq_len:
             raise ValueError(
@@ -91,7 +106,7 @@ class GraphedStep:
                     cache.seq_lens.fill_(cache.max_seq_len - new_tokens)
                     run()
             torch.cuda.current_stream(device).wait_stream(side)
-            with torch.cuda.graph(self._graph):
+            with _no_garbage_collection(), torch.cuda.graph(self._graph):
                 self.logits = run()
             cache.seq_lens.copy_(lengths)
             self.state.zero_()
@@ -108,17 +123,17 @@ class GraphedStep:
 class Graphs:
     """The captured passes of one engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.step = GraphedStep(engine)
+    def __init__(self, model: LlamaModel, cache: KVCache) -> None:
+        self.step = GraphedStep(model, cache)
         self._chunks: dict[int, GraphedStep] = {}
-        self._engine = engine
+        self._model, self._cache = model, cache
 
     def chunk(self, new_tokens: int) -> GraphedStep:
         """The pass of T tokens, captured on first use; T = 1 is the decode step itself."""
         if new_tokens == 1:
             return self.step
         if new_tokens not in self._chunks:
-            self._chunks[new_tokens] = GraphedStep(self._engine, new_tokens)
+            self._chunks[new_tokens] = GraphedStep(self._model, self._cache, new_tokens)
         return self._chunks[new_tokens]
 
     def close(self) -> None:
@@ -127,13 +142,13 @@ class Graphs:
             step.close()
         self._chunks.clear()
 
-    def greedy_tokens(self, prompt: list[int]) -> Iterator[list[int]]:
+    def greedy_tokens(self, engine: Engine, prompt: list[int]) -> Iterator[list[int]]:
         """Prefill, then replay the step without end, one launch ahead of the token yielded.
 
         Ends the launches, not the iteration, at the cache's last slot: the caller stops there. A
         step launched past the caller's stop is forgotten through seq_lens.
         """
-        engine, step = self._engine, self.step
+        step = self.step
         device = engine.model.device
         logits = engine.prefill([prompt])
         generation = engine.generation
