@@ -24,6 +24,8 @@
 // Limits: D in {64, 80, 96, 128, 256}; keys of more than 256 bytes (float32 from D = 80, D = 256)
 // are read from global memory in place, through L1, which is correct on every GPU but not fast.
 
+#include <type_traits>
+
 #include "common.cuh"
 
 namespace td {
@@ -62,8 +64,10 @@ struct SplitShared {
 
   uint4 keys[kStagedKeys][kKeyStride];
   uint4 values[kStagedKeys][kKeyPacks];
-  float query[kRows][kDim];     // times scale and log2(e)
-  float weights[kChunk][kRows]; // exp(score - maximum)
+  float query[kRows][kDim];      // times scale and log2(e)
+  float weights[kChunk][kRows];  // exp(score - maximum)
+  int visible[kRows];            // keys that the row sees in all; 0 for a row that is not there
+  int64_t partial[kRows];        // index of the row's first partial
   union {
     float scores[2][kRows][kChunk];            // by half of the head; phase 1 to 2
     float sums[kGroups > 1 ? kGroups - 1 : 1][kRows][kDim];  // of groups 1 and up; phase 3
@@ -71,7 +75,7 @@ struct SplitShared {
 };
 
 template <typename T, int kDim, int kRows>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : kBlocksPerSm)
     attention_split_kernel(const T* q,        // [B, T, H, D], strides below
                            const T* k_cache,  // [B, K, S, D]
                            const T* v_cache,  // [B, K, S, D]
@@ -79,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                            const AttentionArgs a) {
   using Shared = SplitShared<T, kDim, kRows>;
   constexpr int kKeyPacks = Shared::kKeyPacks, kGroups = Shared::kGroups;
-  constexpr int kHalfDim = kDim / 2;
+  constexpr int kHalfDim = kDim / 2, kThreadsPerRow = kThreads / kRows;
   __shared__ Shared s;
   const int thread = threadIdx.x, lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int kv_head = blockIdx.y, group_size = a.heads / a.kv_heads;
@@ -92,23 +96,47 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int keys = visible_keys(a, cached, a.tokens - 1);
   const int chunks = ceil_div(keys, kChunk);
 
-  // Starts the copies of a chunk's keys or values, and closes their group.
+  // Starts the copies of a chunk's keys or values, and closes their group. A thread owns one pack of
+  // every kKeysPerPass-th key; the few threads left over own none.
+  constexpr int kKeysPerPass = kThreads / kKeyPacks;
+  const CachePolicy policy = evict_first();
+  const int copy_key = thread / kKeyPacks, copy_pack = thread % kKeyPacks;
   const auto stage = [&](uint4* tile, int stride, const T* cache, int chunk) {
     if constexpr (Shared::kStaged) {
-      if (chunk < chunks) {
-        const T* source = cache + head_offset + static_cast<int64_t>(chunk) * kChunk * kDim;
-        const int left = keys - chunk * kChunk;
-        const int packs = (left < kChunk ? left : kChunk) * kKeyPacks;
-#pragma unroll 4
-        for (int i = thread; i < packs; i += kThreads) {
-          cp_async16(tile + i / kKeyPacks * stride + i % kKeyPacks, source + i * kPack<T>);
-        }
+      const int left = copy_key < kKeysPerPass ? keys - chunk * kChunk : 0;
+      const T* source = cache + head_offset + static_cast<int64_t>(chunk) * kChunk * kDim +
+                        copy_key * kDim + copy_pack * kPack<T>;
+      tile += copy_key * stride + copy_pack;
+#pragma unroll
+      for (int i = 0; i < kChunk; i += kKeysPerPass) {
+        const int key = copy_key + i;
+        if (key < left && key < kChunk) cp_async16(tile + i * stride, source + i * kDim, policy);
       }
       cp_async_commit();
     }
   };
+
+  // Loads the query rows of one pass over the keys.
+  const auto load_rows = [&](int first_row) {
+    const int r = thread / kThreadsPerRow, row = first_row + r;
+    const bool present = row < rows;
+    const int token = present ? row / group_size : 0;
+    const int head = kv_head * group_size + (present ? row % group_size : 0);
+    const T* source = q + batch * q_batch_stride + token * q_token_stride +
+                      static_cast<int64_t>(head) * kDim;
+    for (int d = thread % kThreadsPerRow; d < kDim; d += kThreadsPerRow) {
+      s.query[r][d] = present ? to_float(source[d]) * (scale * kLog2e) : 0.0f;
+    }
+    if (thread % kThreadsPerRow == 0) {
+      s.visible[r] = present ? visible_keys(a, cached, token) : 0;
+      s.partial[r] = ((batch * a.tokens + token) * a.heads + head) * a.chunks;
+    }
+  };
+
+  if (static_cast<int>(blockIdx.x) >= chunks) return;
   stage(&s.keys[0][0], Shared::kKeyStride, k_cache, blockIdx.x);
   stage(&s.values[0][0], kKeyPacks, v_cache, blockIdx.x);
+  if (rows <= kRows) load_rows(0);
 
   for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     const int first_key = chunk * kChunk;
@@ -117,17 +145,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     cp_async_wait<1>();  // the keys; the values may still be under way
 
     for (int first_row = 0; first_row < rows; first_row += kRows) {
-      if (rows > kRows || chunk == static_cast<int>(blockIdx.x)) {
-        for (int i = thread; i < kRows * kDim; i += kThreads) {
-          const int row = first_row + i / kDim;
-          float x = 0.0f;
-          if (row < rows) {
-            const int head = kv_head * group_size + row % group_size;
-            x = to_float(q[batch * q_batch_stride + row / group_size * q_token_stride +
-                           static_cast<int64_t>(head) * kDim + i % kDim]);
-          }
-          s.query[i / kDim][i % kDim] = x * (scale * kLog2e);
-        }
+      if (rows > kRows) {
+        __syncthreads();  // the previous rows are done with
+        load_rows(first_row);
       }
       __syncthreads();  // keys and query are there; the previous sums and weights are used up
 
@@ -138,16 +158,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           const T* key_row = Shared::kStaged
                                  ? reinterpret_cast<const T*>(s.keys[key % Shared::kStagedKeys])
                                  : k_cache + chunk_offset + static_cast<int64_t>(key) * kDim;
+          key_row += half * kHalfDim;
+          const float* query = s.query[0] + half * kHalfDim;
           float dot[kRows] = {};
 #pragma unroll 4
-          for (int d = half * kHalfDim; d < (half + 1) * kHalfDim; d += kPack<T>) {
+          for (int d = 0; d < kHalfDim; d += kPack<T>) {
             float x[kPack<T>];
             load_aligned_pack(key_row + d, x);
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
 #pragma unroll
               for (int i = 0; i < kPack<T>; i += 4) {
-                const float4 y = *reinterpret_cast<const float4*>(&s.query[r][d + i]);
+                const float4 y = *reinterpret_cast<const float4*>(query + r * kDim + d + i);
                 dot[r] = fmaf(y.x, x[i], dot[r]);
                 dot[r] = fmaf(y.y, x[i + 1], dot[r]);
                 dot[r] = fmaf(y.z, x[i + 2], dot[r]);
@@ -166,9 +188,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 
       // 2. Softmax within the chunk. A row that sees none of these keys gets weights of 0.
       for (int r = warp; r < kRows; r += kWarps) {
-        const int row = first_row + r;
-        const int token = row / group_size;
-        const int visible = row < rows ? visible_keys(a, cached, token) - first_key : 0;
+        const int visible = s.visible[r] - first_key;
         float score[2], maximum = -INFINITY, sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -185,19 +205,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           sum += weight;
         }
         sum = warp_reduce(sum, Add());
-        if (lane == 0 && visible > 0) {
-          const int head = kv_head * group_size + row % group_size;
-          a.stats[((batch * a.tokens + token) * a.heads + head) * a.chunks + chunk] =
-              make_float2(maximum, sum);
-        }
+        if (lane == 0 && visible > 0) a.stats[s.partial[r] + chunk] = make_float2(maximum, sum);
       }
       cp_async_wait<1>();  // the values; the next keys may still be under way
       __syncthreads();     // weights and values are there; scores are used up
 
-      // 3. Weighted values.
+      // 3. Weighted values. Only a chunk with the newest keys can hold some that not every row sees.
       const int group = thread / kHalfDim, d = thread % kHalfDim * 2;
       float2 sum[kRows] = {};
-      if (group < kGroups) {
+      const auto add_values = [&](auto some_unseen) {
         const T* value_rows =
             Shared::kStaged ? reinterpret_cast<const T*>(s.values) : v_cache + chunk_offset;
 #pragma unroll 4
@@ -205,13 +221,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           const float2 value = load_pair(value_rows + key * kDim + d);
 #pragma unroll
           for (int r = 0; r < kRows; ++r) {
-            const float weight = s.weights[key][r];
-            // Skipped, not multiplied: the value of a key that this row must not see may be Inf.
-            if (weight != 0.0f) {
-              sum[r].x = fmaf(weight, value.x, sum[r].x);
-              sum[r].y = fmaf(weight, value.y, sum[r].y);
-            }
+            // Skipped, not multiplied by a weight of 0: the value may be infinite.
+            if (some_unseen.value && first_key + key >= s.visible[r]) continue;
+            sum[r].x = fmaf(s.weights[key][r], value.x, sum[r].x);
+            sum[r].y = fmaf(s.weights[key][r], value.y, sum[r].y);
           }
+        }
+      };
+      if (group < kGroups) {
+        if (visible_keys(a, cached, 0) >= first_key + count) {
+          add_values(std::false_type());
+        } else {
+          add_values(std::true_type());
         }
         if (group > 0) {
 #pragma unroll
@@ -227,17 +248,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       if (group == 0) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          const int row = first_row + r, token = row / group_size;
-          if (row >= rows || visible_keys(a, cached, token) <= first_key) continue;
+          if (s.visible[r] <= first_key) continue;
           for (int other = 0; other < kGroups - 1; ++other) {
             const float2 more = *reinterpret_cast<const float2*>(&s.sums[other][r][d]);
             sum[r].x += more.x;
             sum[r].y += more.y;
           }
-          const int head = kv_head * group_size + row % group_size;
-          const int64_t partial =
-              ((batch * a.tokens + token) * a.heads + head) * a.chunks + chunk;
-          *reinterpret_cast<float2*>(a.weighted + partial * kDim + d) = sum[r];
+          float* weighted = a.weighted + (s.partial[r] + chunk) * kDim;
+          *reinterpret_cast<float2*>(weighted + d) = sum[r];
         }
       }
     }
@@ -365,8 +383,10 @@ int td_attention(const void* q, const void* k_cache, const void* v_cache, const 
       const int64_t per_head = td::ceil_div<int64_t>(resident, batch * kv_heads);
       const dim3 grid(static_cast<unsigned>(a.chunks < per_head ? a.chunks : per_head),
                       static_cast<unsigned>(kv_heads), static_cast<unsigned>(batch));
-      launcher.run(tokens * (heads / kv_heads) <= 4 ? td::attention_split_kernel<T, kDim, 4>
-                                                    : td::attention_split_kernel<T, kDim, 8>,
+      constexpr int kMostRows = sizeof(T) == 4 ? 4 : 8;  // float32 would need too many registers
+      launcher.run(tokens * (heads / kv_heads) <= 4
+                       ? td::attention_split_kernel<T, kDim, 4>
+                       : td::attention_split_kernel<T, kDim, kMostRows>,
                    grid, td::kThreads, static_cast<const T*>(q), static_cast<const T*>(k_cache),
                    static_cast<const T*>(v_cache), q_batch_stride, q_token_stride, scale, a);
       launcher.run(td::attention_merge_kernel<T>,

@@ -37,12 +37,21 @@ __device__ __forceinline__ void pdl_wait() {
 
 // ---- asynchronous copies, 16 bytes a thread (plain copies before sm_80) ----------------------
 
-// Global to shared, past L1. Both addresses 16-byte aligned. The data is read once: L2 may drop it
-// first, so that what is read again soon (partials, activations) stays.
-__device__ __forceinline__ void cp_async16(void* shared, const void* global) {
+// How long L2 should keep what a copy reads.
+using CachePolicy = uint64_t;
+
+// For data that is read once: what is read again soon (partials, activations) stays instead.
+__device__ __forceinline__ CachePolicy evict_first() {
+  CachePolicy policy = 0;
 #if __CUDA_ARCH__ >= 800
-  uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
+// Global to shared, past L1. Both addresses 16-byte aligned.
+__device__ __forceinline__ void cp_async16(void* shared, const void* global, CachePolicy policy) {
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
                    shared_address(shared)),
                "l"(global), "l"(policy)

@@ -119,7 +119,7 @@ __global__ void async_kernel(const int* in, int* out) {
   __shared__ __align__(16) int buffer[2][128];
   const int mine = threadIdx.x * 4;
   for (int group = 0; group < 2; ++group) {
-    cp_async16(&buffer[group][mine], in + group * 128 + mine);
+    cp_async16(&buffer[group][mine], in + group * 128 + mine, evict_first());
     cp_async_commit();
   }
   cp_async_wait<kFirst>();

@@ -11,7 +11,9 @@ inline unsigned char* dynamic_shared() { return emu::dynamic_shared(); }
 inline void pdl_trigger() {}
 inline void pdl_wait() {}
 
-inline void cp_async16(void* shared, const void* global) {
+using CachePolicy = uint64_t;
+inline CachePolicy evict_first() { return 0; }
+inline void cp_async16(void* shared, const void* global, CachePolicy) {
   emu::async_copy(shared, global, 16, nullptr);
 }
 inline void cp_async_commit() { emu::async_commit(); }
