@@ -74,7 +74,8 @@ def test_against_twin_and_oracle(bench, dtype: torch.dtype, shape: tuple) -> Non
     before = [x.clone() for x in (case.q, *case.caches)]
     results = []
     for seed in (1, 2):
-        bench.schedule(seed, resident=2 * seed - 1)
+        # The smaller GPU has blocks that walk over several chunks.
+        bench.schedule(seed, resident=2 * seed - 1, multiprocessors=3 - seed)
         out = bench.blank((*case.q.shape[:2], case.heads * case.dim), dtype)
         assert case.run(out=out.tensor) is out.tensor
         out.assert_guards()

@@ -183,7 +183,10 @@ inline __half __float2half_rn(float x) {
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidDevice = 101,
                    cudaErrorLaunchFailure = 719 };
 using cudaStream_t = void*;
-enum { cudaLaunchAttributeProgrammaticStreamSerialization = 6, cudaDevAttrMultiProcessorCount = 16 };
+enum { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75,
+                      cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 struct cudaLaunchAttribute {
   int id;
   struct { int programmaticStreamSerializationAllowed; } val;
@@ -211,9 +214,13 @@ inline const char* cudaGetErrorString(cudaError_t error) {
                                            : "invalid argument";
 }
 inline cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
-inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) {
-  return *value = emu_multiprocessors(), cudaSuccess;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
+  *value = which == cudaDevAttrMultiProcessorCount      ? emu_multiprocessors()
+           : which == cudaDevAttrComputeCapabilityMajor ? 9
+                                                        : 227 * 1024;
+  return cudaSuccess;
 }
+inline cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   return attributes->ptxVersion = 90, cudaSuccess;
 }

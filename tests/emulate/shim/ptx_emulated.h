@@ -43,14 +43,15 @@ inline void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t
   emu::async_copy(shared, global, bytes, barrier);
 }
 
-inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+template <typename Convert>
+void emu_mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Convert convert) {
   uint32_t mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
   const emu::Slot* slots = emu::warp_exchange(0xffffffffu, mine, sizeof mine, "mma");
   // Element `upper` (0 or 1) of register `index` of a lane; a: 0 to 3, b: 4 and 5.
   const auto element = [&](int lane, int index, int upper) {
     uint16_t raw;
     std::memcpy(&raw, slots[lane].bytes + index * 4 + upper * 2, sizeof raw);
-    return __bfloat162float(__ushort_as_bfloat16(raw));
+    return convert(raw);
   };
   const int group = emu::lane() / 4, pair = emu::lane() % 4;
   for (int i = 0; i < 4; ++i) {
@@ -62,6 +63,13 @@ inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint3
       d[i] = std::fma(x, y, d[i]);
     }
   }
+}
+
+inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  emu_mma(d, a, b, [](uint16_t raw) { return __bfloat162float(__ushort_as_bfloat16(raw)); });
+}
+inline void mma_m16n8k16_fp16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  emu_mma(d, a, b, [](uint16_t raw) { return __half2float(__ushort_as_half(raw)); });
 }
 
 }  // namespace td

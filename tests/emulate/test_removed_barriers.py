@@ -1,0 +1,91 @@
+"""Every barrier and every wait of the kernels, removed one at a time, must be missed by a test."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from emulate.harness import (
+    KERNELS,
+    EmulationError,
+    Kernels,
+    behind_cuda_ops,
+    build,
+    compiler,
+)
+from torch import Tensor
+
+from tinydecode.ops import cuda, ref
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
+SEEDS = range(1, 13)
+
+
+def occurrences(name: str, pattern: str) -> list[int]:
+    """Offsets of a pattern in a kernel source."""
+    return [found.start() for found in re.finditer(pattern, (KERNELS / name).read_text())]
+
+
+def mutant(folder: Path, name: str, offset: int, old: str, new: str, compiled: str) -> Kernels:
+    """kernels/ with one piece of text replaced; only `compiled` is built."""
+    copied = folder / "kernels"
+    shutil.copytree(KERNELS, copied)
+    text = (copied / name).read_text()
+    assert text.startswith(old, offset)
+    (copied / name).write_text(text[:offset] + new + text[offset + len(old) :])
+    return Kernels(build([copied / compiled], include=copied, flags=["-O0", "-Wno-error"]))
+
+
+def assert_noticed(kernels: Kernels, run: Callable[[], Tensor], expected: Tensor) -> None:
+    with behind_cuda_ops(kernels):
+        for seed in SEEDS:
+            kernels.schedule(seed, multiprocessors=1)
+            try:
+                if not torch.allclose(run(), expected, rtol=1e-3, atol=1e-5):
+                    return
+            except EmulationError:
+                return
+    pytest.fail("no schedule shows that anything is missing")
+
+
+def attention_inputs() -> tuple[Tensor, ...]:
+    """Five tokens: two tiles of rows. 150 keys and four kv heads: a block does all three chunks."""
+    q = torch.randn(1, 5, 4, 64)
+    k_cache, v_cache = torch.randn(1, 4, 160, 64), torch.randn(1, 4, 160, 64)
+    return q, k_cache, v_cache, torch.tensor([145], dtype=torch.int32)
+
+
+def test_nothing_is_noticed_when_nothing_is_removed() -> None:
+    kernels = Kernels(build())
+    inputs = attention_inputs()
+    with pytest.raises(pytest.fail.Exception, match="no schedule shows"):
+        assert_noticed(kernels, lambda: cuda.attention(*inputs), ref.attention(*inputs))
+
+
+@pytest.mark.parametrize("index", range(len(occurrences("attention.cu", r"__syncthreads\(\);"))))
+def test_barriers_of_attention(tmp_path: Path, index: int) -> None:
+    offset = occurrences("attention.cu", r"__syncthreads\(\);")[index]
+    kernels = mutant(tmp_path, "attention.cu", offset, "__syncthreads();", "", "attention.cu")
+    inputs = attention_inputs()
+    assert_noticed(kernels, lambda: cuda.attention(*inputs), ref.attention(*inputs))
+
+
+@pytest.mark.parametrize("index", range(len(occurrences("attention.cu", r"cp_async_wait<1>"))))
+def test_waits_of_attention(tmp_path: Path, index: int) -> None:
+    offset = occurrences("attention.cu", r"cp_async_wait<1>")[index]
+    kernels = mutant(
+        tmp_path, "attention.cu", offset, "cp_async_wait<1>", "cp_async_wait<9>", "attention.cu"
+    )
+    inputs = attention_inputs()
+    assert_noticed(kernels, lambda: cuda.attention(*inputs), ref.attention(*inputs))
+
+
+def test_barrier_of_block_reduce(tmp_path: Path) -> None:
+    (offset,) = occurrences("common.cuh", r"__syncthreads\(\);")
+    kernels = mutant(tmp_path, "common.cuh", offset, "__syncthreads();", "", "rms_norm.cu")
+    x, weight = torch.randn(2, 2048), torch.ones(2048)
+    assert_noticed(kernels, lambda: cuda.rms_norm(x, weight, 1e-5), ref.rms_norm(x, weight, 1e-5))
