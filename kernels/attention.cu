@@ -12,11 +12,11 @@
 // common maximum, in an order that follows from the number of chunks that the row sees.
 //
 // Why 64 keys a chunk: at 512 keys and 8 kv heads there are 64 items instead of the 16 of a 256-key
-// chunk, and each is one short pass; 64 keys and values of 256 bytes fill 34 KB, so that four or
-// five blocks share an SM and hide one another's phases; all shared memory stays below 48 KB. The
-// price is float32 partials, 1/16 of the bytes of a bf16 cache at G = 4, which stay in L2 because
-// the cache is read with an evict-first hint. The places of the chunks, and so the additions of a
-// row, depend on nothing but the position of the row.
+// chunk, and each is one short pass; 64 keys and values of 256 bytes fill 34 KB, so that four blocks
+// share an SM and hide one another's phases; all shared memory stays below 48 KB. The price is
+// float32 partials, 1/16 of the bytes of a bf16 cache at G = 4, which stay in L2 because the cache is
+// read with an evict-first hint. The places of the chunks, and so the additions of a row, depend on
+// nothing but the position of the row.
 //
 // Bytes moved: keys and values once, 2 D elements a key and kv head. At 32K keys, 8 kv heads, D 128
 // in bf16 that is 134 MB, 29 us at the 4.6 TB/s that an H200 reads.
@@ -69,7 +69,7 @@ struct SplitShared {
   int visible[kRows];            // keys that the row sees in all; 0 for a row that is not there
   int64_t partial[kRows];        // index of the row's first partial
   union {
-    float scores[2][kRows][kChunk];            // by half of the head; phase 1 to 2
+    float scores[2][kRows][kChunk];                          // by half of the head; phase 1 to 2
     float sums[kGroups > 1 ? kGroups - 1 : 1][kRows][kDim];  // of groups 1 and up; phase 3
   };
 };
@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : kBlocksPerSm)
   const int keys = visible_keys(a, cached, a.tokens - 1);
   const int chunks = ceil_div(keys, kChunk);
 
-  // Starts the copies of a chunk's keys or values, and closes their group. A thread owns one pack of
-  // every kKeysPerPass-th key; the few threads left over own none.
+  // Starts the copies of a chunk's keys or values, and closes their group. A thread owns one pack
+  // of every kKeysPerPass-th key; the few threads left over own none.
   constexpr int kKeysPerPass = kThreads / kKeyPacks;
   const CachePolicy policy = evict_first();
   const int copy_key = thread / kKeyPacks, copy_pack = thread % kKeyPacks;
@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : kBlocksPerSm)
     const bool present = row < rows;
     const int token = present ? row / group_size : 0;
     const int head = kv_head * group_size + (present ? row % group_size : 0);
-    const T* source = q + batch * q_batch_stride + token * q_token_stride +
-                      static_cast<int64_t>(head) * kDim;
+    const T* source =
+        q + batch * q_batch_stride + token * q_token_stride + static_cast<int64_t>(head) * kDim;
     for (int d = thread % kThreadsPerRow; d < kDim; d += kThreadsPerRow) {
       s.query[r][d] = present ? to_float(source[d]) * (scale * kLog2e) : 0.0f;
     }
@@ -210,7 +210,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : kBlocksPerSm)
       cp_async_wait<1>();  // the values; the next keys may still be under way
       __syncthreads();     // weights and values are there; scores are used up
 
-      // 3. Weighted values. Only a chunk with the newest keys can hold some that not every row sees.
+      // 3. Weighted values. Only a chunk with the newest keys can hold some that not every row
+      // sees.
       const int group = thread / kHalfDim, d = thread % kHalfDim * 2;
       float2 sum[kRows] = {};
       const auto add_values = [&](auto some_unseen) {
@@ -266,9 +267,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : kBlocksPerSm)
 // ---- merge -----------------------------------------------------------------------------------
 
 constexpr int kMergeThreads = 256;
-constexpr int kMergeDims = 16;                              // of one block
-constexpr int kMergeLanes = kMergeDims / 4;                 // threads a partial, four floats each
-constexpr int kMergeGroups = kMergeThreads / kMergeLanes;   // partials read at once
+constexpr int kMergeDims = 16;                             // of one block
+constexpr int kMergeLanes = kMergeDims / 4;                // threads a partial, four floats each
+constexpr int kMergeGroups = kMergeThreads / kMergeLanes;  // partials read at once
 
 template <typename T>
 __global__ void __launch_bounds__(kMergeThreads)
@@ -297,7 +298,8 @@ __global__ void __launch_bounds__(kMergeThreads)
 #pragma unroll 4
   for (int i = group; i < chunks; i += kMergeGroups) {
     const float2 stat = stats[i];
-    const float4 x = *reinterpret_cast<const float4*>(weighted + static_cast<int64_t>(i) * head_dim);
+    const float4 x =
+        *reinterpret_cast<const float4*>(weighted + static_cast<int64_t>(i) * head_dim);
     const float weight = exp2f(stat.x - maximum);
     total = fmaf(weight, stat.y, total);
     sum[0] = fmaf(weight, x.x, sum[0]);
@@ -352,8 +354,8 @@ int with_head_dim(int64_t head_dim, F&& launch) {
 int64_t td_attention_workspace(int64_t batch, int64_t tokens, int64_t heads, int64_t head_dim,
                                int64_t slots) {
   const int64_t partials = batch * tokens * heads * td::ceil_div<int64_t>(slots, td::kChunk);
-  return partials * (head_dim * static_cast<int64_t>(sizeof(float)) +
-                     static_cast<int64_t>(sizeof(float2)));
+  return partials *
+         (head_dim * static_cast<int64_t>(sizeof(float)) + static_cast<int64_t>(sizeof(float2)));
 }
 
 int td_attention(const void* q, const void* k_cache, const void* v_cache, const int32_t* seq_lens,

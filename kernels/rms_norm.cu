@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(kMaxThreads)
 
   float sum = 0.0f;
   float first_value[kPack<T>] = {}, first_weight[kPack<T>] = {};
-  if (first < hidden_size) load_pack<T, kAligned>(weight + first, hidden_size - first, first_weight);
+  if (first < hidden_size)
+    load_pack<T, kAligned>(weight + first, hidden_size - first, first_weight);
   for (int start = first; start < hidden_size; start += step) {
     float value[kPack<T>];
     load_pack<T, kAligned>(x + start, hidden_size - start, value);
@@ -73,7 +74,8 @@ int launch(const T* x, T* residual, const T* weight, T* out, int64_t rows, int64
   if (rows == 0 || hidden_size == 0) return cudaSuccess;
   const int64_t packs = ceil_div<int64_t>(hidden_size, kPack<T>);
   const int64_t warps = ceil_div<int64_t>(packs, kWarpSize);
-  const int threads = static_cast<int>(warps < kMaxThreads / kWarpSize ? warps * kWarpSize : kMaxThreads);
+  const int threads =
+      static_cast<int>(warps < kMaxThreads / kWarpSize ? warps * kWarpSize : kMaxThreads);
   const bool aligned = packs_fit<T>(x_stride | hidden_size, x, residual, weight, out);
   Launcher launcher(device, stream);
   launcher.run(aligned ? rms_norm_kernel<T, true, kAdd> : rms_norm_kernel<T, false, kAdd>,

@@ -113,16 +113,17 @@ int launch(void* q, void* k, const void* v, const float* cos, const float* sin, 
     a.v_batch_stride = strides[4];
     a.v_token_stride = strides[5];
 
-    int64_t all_strides = a.half_dim;  // a half head that fills packs makes heads and tables fit too
+    int64_t all_strides =
+        a.half_dim;  // a half head that fills packs makes heads and tables fit too
     for (int64_t stride : strides) all_strides |= stride;
     const bool aligned = packs_fit<T>(all_strides, q, k, v, cos, sin, k_cache, v_cache);
     const int64_t items = all_heads * ceil_div(a.half_dim, kPack<T>);
     const dim3 grid(static_cast<unsigned>(batch * tokens),
                     static_cast<unsigned>(ceil_div<int64_t>(items, kThreads)));
     Launcher launcher(device, stream);
-    launcher.run(aligned ? rope_kernel<T, true, kRotate, kAppend>
-                         : rope_kernel<T, false, kRotate, kAppend>,
-                 grid, kThreads, a);
+    launcher.run(
+        aligned ? rope_kernel<T, true, kRotate, kAppend> : rope_kernel<T, false, kRotate, kAppend>,
+        grid, kThreads, a);
     return launcher.status();
   });
 }

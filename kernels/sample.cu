@@ -1,9 +1,10 @@
 // Greedy sampling: the index of the largest logit of each row.
 //
-// First launch: kSplits blocks a row, each reduces its slice to one 64-bit key that orders by value,
-// then by lower index, so the maximum of the keys is the answer whatever the order of comparison.
-// Second launch: one block a row reduces the keys and writes the token. Two launches rather than a
-// ticket in global memory: nothing has to be zeroed beforehand, and a failed step leaves no state.
+// First launch: kSplits blocks a row, each reduces its slice to one 64-bit key that orders by
+// value, then by lower index, so the maximum of the keys is the answer whatever the order of
+// comparison. Second launch: one block a row reduces the keys and writes the token. Two launches
+// rather than a ticket in global memory: nothing has to be zeroed beforehand, and a failed step
+// leaves no state.
 //
 // Bytes moved: the logits once, V = 128256 in float32 is 0.5 MB a row or about 0.1 us of an H200's
 // bandwidth; the time is the latency of two launches.
@@ -61,9 +62,8 @@ __global__ void __launch_bounds__(kThreads)
   if (!all_finite && nonfinite != nullptr) *nonfinite = 1;  // every writer writes the same
 }
 
-__global__ void __launch_bounds__(kSplits)
-    argmax_merge_kernel(const Key* partials,  // [B, kSplits]
-                        int64_t* token) {     // [B]
+__global__ void __launch_bounds__(kSplits) argmax_merge_kernel(const Key* partials,  // [B, kSplits]
+                                                               int64_t* token) {     // [B]
   __shared__ Key scratch[kSplits / kWarpSize];
   begin_kernel();
   const Key best =

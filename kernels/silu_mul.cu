@@ -11,10 +11,9 @@ namespace {
 constexpr int kThreads = 128;
 
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kThreads)
-    silu_mul_kernel(const T* gate_up,  // [rows, 2F]
-                    T* out,            // [rows, F]
-                    int intermediate_size) {
+__global__ void __launch_bounds__(kThreads) silu_mul_kernel(const T* gate_up,  // [rows, 2F]
+                                                            T* out,            // [rows, F]
+                                                            int intermediate_size) {
   const int start = (blockIdx.y * kThreads + threadIdx.x) * kPack<T>;
   const int left = intermediate_size - start;
   begin_kernel();

@@ -193,8 +193,8 @@ std::unique_ptr<Block> make_block(unsigned number, unsigned slot, unsigned threa
                                   size_t dynamic_bytes) {
   auto block = std::make_unique<Block>();
   block->slot = slot;
-  block->index = dim3(number % gridDim.x, number / gridDim.x % gridDim.y,
-                      number / gridDim.x / gridDim.y);
+  block->index =
+      dim3(number % gridDim.x, number / gridDim.x % gridDim.y, number / gridDim.x / gridDim.y);
   block->alive = threads;
   block->fibers.resize(threads);
   block->warps.resize((threads + 31) / 32);
@@ -271,8 +271,8 @@ bool launch(dim3 grid, dim3 block, size_t dynamic_bytes, const std::function<voi
     return false;
   }
   while (stacks.size() < static_cast<size_t>(threads) * settings.resident) {
-    stacks.push_back(mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    stacks.push_back(
+        mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   }
   gridDim = grid;
   blockDim = block;

@@ -1,9 +1,9 @@
 // The host emulator: runs kernel sources, compiled by the host compiler, one fiber per GPU thread.
 //
-// A fiber runs until it has to wait (barrier, warp operation, mbarrier) and the scheduler then picks
-// another; which one, how many blocks are resident, and when asynchronous copies land follows from
-// a seed. There is no preemption between those points, which makes a missing barrier show as stale
-// or poisoned data under some order rather than as a rare tear. What it finds: wrong indices,
+// A fiber runs until it has to wait (barrier, warp operation, mbarrier) and the scheduler then
+// picks another; which one, how many blocks are resident, and when asynchronous copies land follows
+// from a seed. There is no preemption between those points, which makes a missing barrier show as
+// stale or poisoned data under some order rather than as a rare tear. What it finds: wrong indices,
 // missing and divergent barriers, deadlocks, data read before it was written or copied. What it
 // cannot find: memory-ordering bugs, bank conflicts, anything about speed.
 //
@@ -28,7 +28,8 @@ namespace emu {
 // ---- launching -------------------------------------------------------------------------------
 
 // Runs a grid to its end; false, with the reason in emu_error(), if it went wrong.
-bool launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, const std::function<void()>& kernel);
+bool launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes,
+            const std::function<void()>& kernel);
 
 // Ends the launch with a message; `site` is where in the source, may be null.
 [[noreturn]] void fail(const char* site, const char* format, ...)
@@ -80,6 +81,6 @@ extern "C" {
 // seed: of the schedule. resident: blocks that run side by side. multiprocessors: what
 // cudaDeviceGetAttribute reports, so that kernels that size their grid by it can be made to loop.
 void emu_configure(uint64_t seed, int resident, int multiprocessors);
-const char* emu_error();       // of the last launch that failed
+const char* emu_error();  // of the last launch that failed
 int emu_multiprocessors();
 }

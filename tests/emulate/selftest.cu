@@ -1,5 +1,6 @@
 // Small kernels for test_emulator.py, one for each thing that the emulator offers, right ones and
-// ones with a barrier or a wait left out. They are CUDA like any other: nvcc compiles them for sm_90.
+// ones with a barrier or a wait left out. They are CUDA like any other: nvcc compiles them for
+// sm_90.
 
 #include "common.cuh"
 

@@ -17,18 +17,26 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__
-// One variable for all blocks: harness.py gathers these variables in a section of their own, and the
-// scheduler swaps its contents when it switches blocks.
+// One variable for all blocks: harness.py gathers these variables in a section of their own, and
+// the scheduler swaps its contents when it switches blocks.
 #define __shared__ static
 
 #define TD_STRING_(x) #x
 #define TD_STRING(x) TD_STRING_(x)
 #define __syncthreads() emu::block_barrier(0, 0, __FILE__ ":" TD_STRING(__LINE__))
 
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(8) uint2 { uint32_t x, y; };
-struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
@@ -143,7 +151,9 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 
-struct __nv_bfloat16 { uint16_t raw; };
+struct __nv_bfloat16 {
+  uint16_t raw;
+};
 inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short x) { return {x}; }
 inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 x) { return x.raw; }
 inline float __bfloat162float(__nv_bfloat16 x) {
@@ -155,7 +165,9 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   return {static_cast<uint16_t>((u + 0x7fff + (u >> 16 & 1)) >> 16)};
 }
 
-struct __half { uint16_t raw; };
+struct __half {
+  uint16_t raw;
+};
 inline __half __ushort_as_half(unsigned short x) { return {x}; }
 inline unsigned short __half_as_ushort(__half x) { return x.raw; }
 inline float __half2float(__half x) {
@@ -170,7 +182,8 @@ inline __half __float2half_rn(float x) {
   if (x != x) return {0x7fff};
   if (magnitude >= 65520.0f) return {static_cast<uint16_t>(sign | 0x7c00u)};
   if (magnitude < 0x1p-14f) {  // subnormal: a multiple of 2^-24, rounded to nearest even
-    return {static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyint(magnitude * 0x1p24f)))};
+    return {
+        static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyint(magnitude * 0x1p24f)))};
   }
   const uint32_t u = __float_as_uint(magnitude);
   return {static_cast<uint16_t>(sign | (u - 0x38000000u + 0xfff + (u >> 13 & 1)) >> 13)};
@@ -180,16 +193,25 @@ inline __half __float2half_rn(float x) {
 
 #define CUDART_VERSION 13000
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidDevice = 101,
-                   cudaErrorLaunchFailure = 719 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidDevice = 101,
+  cudaErrorLaunchFailure = 719
+};
 using cudaStream_t = void*;
 enum { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75,
-                      cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 struct cudaLaunchAttribute {
   int id;
-  struct { int programmaticStreamSerializationAllowed; } val;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
 };
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -198,7 +220,9 @@ struct cudaLaunchConfig_t {
   cudaLaunchAttribute* attrs;
   unsigned numAttrs;
 };
-struct cudaFuncAttributes { int ptxVersion; };
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
 
 constexpr int kEmulatedDevices = 2;
 inline int emulated_device = 0;
@@ -209,7 +233,7 @@ inline cudaError_t cudaSetDevice(int device) {
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaSuccess             ? "no error"
+  return error == cudaSuccess              ? "no error"
          : error == cudaErrorLaunchFailure ? emu_error()
                                            : "invalid argument";
 }

@@ -22,8 +22,7 @@ void cp_async_wait() {
   emu::async_wait(kPending);
 }
 
-#define named_barrier(id, threads) \
-  emu_named_barrier(id, threads, __FILE__ ":" TD_STRING(__LINE__))
+#define named_barrier(id, threads) emu_named_barrier(id, threads, __FILE__ ":" TD_STRING(__LINE__))
 inline void emu_named_barrier(int id, int threads, const char* site) {
   emu::block_barrier(id, static_cast<unsigned>(threads), site);
 }
