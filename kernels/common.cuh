@@ -222,6 +222,17 @@ class Launcher {
   // Does nothing after an earlier launch of this launcher failed.
   template <typename... P, typename... A>
   void run(void (*kernel)(P...), dim3 grid, int threads, A... args) {
+    run_with_shared(kernel, grid, threads, 0, args...);
+  }
+
+  // The same with `shared` bytes of dynamic shared memory.
+  template <typename... P, typename... A>
+  void run_with_shared(void (*kernel)(P...), dim3 grid, int threads, int shared, A... args) {
+    constexpr int kWithoutAsking = 48 * 1024;
+    if (status_ == cudaSuccess && shared > kWithoutAsking) {
+      status_ = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                     cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    }
     if (status_ != cudaSuccess) return;
     cudaLaunchAttribute overlap = {};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -229,19 +240,19 @@ class Launcher {
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = static_cast<size_t>(shared);
     config.stream = stream_;
     config.attrs = &overlap;
     config.numAttrs = waits_in_kernel(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
     status_ = cudaLaunchKernelEx(&config, kernel, static_cast<P>(args)...);
   }
 
-  int multiprocessors() {
-    int count = 1;
-    if (status_ == cudaSuccess) {
-      status_ = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device_);
-    }
-    return count;
+  int attribute(cudaDeviceAttr which) {
+    int value = 1;
+    if (status_ == cudaSuccess) status_ = cudaDeviceGetAttribute(&value, which, device_);
+    return value;
   }
+  int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
 
   int status() const { return status_; }
 

@@ -27,6 +27,8 @@
 // sm_90 the consumers load weights straight from global memory, with the same arithmetic; sm_80 is
 // the oldest with these tensor-core products.
 
+#include <type_traits>
+
 #include "common.cuh"
 
 namespace td {
@@ -93,6 +95,17 @@ constexpr int kHeaderBytes = (sizeof(Header) + 127) / 128 * 128;
 int activation_pitch(int inputs) {
   const int bytes = ceil_div(inputs, kBlockCols) * kBlockCols * 2;
   return bytes + (64 + 128 - bytes % 128) % 128;
+}
+
+// d += a b on the tensor cores; see ptx.cuh.
+template <typename T>
+__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4],
+                                         const uint32_t (&b)[2]) {
+  if constexpr (std::is_same_v<T, __half>) {
+    mma_m16n8k16_fp16(d, a, b);
+  } else {
+    mma_m16n8k16_bf16(d, a, b);
+  }
 }
 
 // ---- prologue --------------------------------------------------------------------------------
@@ -298,8 +311,8 @@ __device__ __forceinline__ void consume(const LinearArgs& a, Header& header,
         // neighbouring columns serve two products, four columns each.
         const uint4 low = activations(g, column);
         const uint4 high = kManyRows ? activations(g + 8, column) : zero;
-        mma_m16n8k16<T>(even, {low.x, high.x, low.y, high.y}, {w.x, w.y});
-        mma_m16n8k16<T>(odd, {low.z, high.z, low.w, high.w}, {w.z, w.w});
+        multiply<T>(even, {low.x, high.x, low.y, high.y}, {w.x, w.y});
+        multiply<T>(odd, {low.z, high.z, low.w, high.w}, {w.z, w.w});
       }
       if constexpr (kHasBulkCopies) {
         __syncwarp();  // every lane has read the stage
@@ -361,8 +374,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const __grid_consta
   __syncthreads();  // barriers and norm weights are there
   if (thread >= kConsumers) {
     if constexpr (kHasBulkCopies) produce<T, kMode>(a, header, ring);
-    pdl_wait();  // a kernel that did not wait would let its successor overtake its predecessor
-    return;
+    return;  // the consumers wait for the predecessor
   }
   pdl_wait();
   if (a.x_pitch != 0) load_activations<T, kMode>(a, header, norm, x_shared);

@@ -69,7 +69,12 @@ TD_OP(kv_append)
 TD_OP(rope_kv_append)
 TD_OP(silu_mul)
 TD_OP(attention)
+TD_OP(linear_qkv)
+TD_OP(linear_add)
+TD_OP(linear_gate_up)
+TD_OP(linear_logits)
 TD_OP(argmax)
+TD_OP(read)
 TD_NUMBER(attention_workspace)
 TD_NUMBER(argmax_workspace)
 TD_NUMBER(abi_version)
@@ -97,9 +102,14 @@ PyMethodDef methods[] = {
     TD_ENTRY(rope_kv_append),
     TD_ENTRY(silu_mul),
     TD_ENTRY(attention),
+    TD_ENTRY(linear_qkv),
+    TD_ENTRY(linear_add),
+    TD_ENTRY(linear_gate_up),
+    TD_ENTRY(linear_logits),
     TD_ENTRY(attention_workspace),
     TD_ENTRY(argmax),
     TD_ENTRY(argmax_workspace),
+    TD_ENTRY(read),
     TD_ENTRY(abi_version),
     TD_ENTRY(cuda_version),
     TD_ENTRY(driver_version),

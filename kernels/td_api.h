@@ -91,6 +91,33 @@ int td_attention(const void* q, const void* k_cache, const void* v_cache, const 
 int64_t td_attention_workspace(int64_t batch, int64_t tokens, int64_t heads, int64_t head_dim,
                                int64_t slots);
 
+// The four products of a decode step, fused with what stands around them. float16 or bfloat16;
+// R = 1 to 16 rows; every pointer 16-byte aligned; K a multiple of 8; needs sm_80.
+// All weights row-major [N, K]; norm [K]; norm(x) is rms_norm with the rounding of td_rms_norm.
+
+// q, k, v = norm(x) weight^T, then rope of q and k, then kv_append of k and v.
+//   x [B * T, E]; weight [(H + 2 K) * D, E]; q [B * T, H, D]; the rest as in td_rope_kv_append.
+int td_linear_qkv(const void* x, const void* norm, const void* weight, const float* cos,
+                  const float* sin, void* q, void* k_cache, void* v_cache, const int32_t* seq_lens,
+                  int64_t batch, int64_t tokens, int64_t hidden_size, int64_t heads,
+                  int64_t kv_heads, int64_t head_dim, int64_t slots, int64_t table_rows, float eps,
+                  int dtype, int device, void* stream);
+
+// residual += x weight^T.   x [R, K]; weight [N, K]; residual [R, N], must not overlap x.
+int td_linear_add(const void* x, const void* weight, void* residual, int64_t rows, int64_t inputs,
+                  int64_t outputs, int dtype, int device, void* stream);
+
+// out = silu(gate) * up with gate, up = norm(x) weight^T.
+//   x [R, E]; weight [2F, E], gate first; out [R, F]; F a multiple of 4.
+int td_linear_gate_up(const void* x, const void* norm, const void* weight, void* out, int64_t rows,
+                      int64_t hidden_size, int64_t intermediate_size, float eps, int dtype,
+                      int device, void* stream);
+
+// logits = norm(x) weight^T in float32.   x [R, E]; weight [V, E]; logits float32 [R, V].
+int td_linear_logits(const void* x, const void* norm, const void* weight, float* logits,
+                     int64_t rows, int64_t hidden_size, int64_t vocab_size, float eps, int dtype,
+                     int device, void* stream);
+
 // token[b] = index of the largest logit of row b, the lowest one among equals; NaN is the smallest.
 //   logits [B, V] row stride logits_stride; token int64 [B]; nonfinite int32 [1] or null: set to 1
 //   when a logit is NaN or infinite, else left alone. workspace: td_argmax_workspace bytes, 8-byte
@@ -99,6 +126,9 @@ int td_argmax(const void* logits, int64_t* token, int32_t* nonfinite, void* work
               int64_t batch, int64_t vocab_size, int64_t logits_stride, int dtype, int device,
               void* stream);
 int64_t td_argmax_workspace(int64_t batch);
+
+// Reads all whole tiles of 32 KB of data (16-byte aligned); writes nothing. sink uint32 [1].
+int td_read(const void* data, int64_t bytes, void* sink, int device, void* stream);
 
 #ifdef __cplusplus
 }

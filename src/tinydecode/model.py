@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -72,9 +73,36 @@ class LlamaModel:
         Returns:
             float32 [B, T, V]: the logits after each of the T tokens.
         """
-        hidden = self._forward(token_ids, cache, is_prefill=False)
+        step = ops.fused_step(self.config, self.dtype, self.device)
+        if step is not None and token_ids.numel() <= step.MAX_ROWS:
+            logits = self._fused_chunk(step, token_ids, cache)
+        else:
+            logits = self._logits(self._forward(token_ids, cache, is_prefill=False))
         cache.seq_lens.add_(token_ids.shape[1])
-        return self._logits(hidden)
+        return logits
+
+    def _fused_chunk(self, step: ModuleType, token_ids: Tensor, cache: KVCache) -> Tensor:
+        """`chunk` with everything around the five stages of a layer fused into them.
+
+        The same arithmetic as `_forward`, with fewer roundings on the way.
+        """
+        config, weights = self.config, self.weights
+        eps, heads = config.rms_norm_eps, config.num_attention_heads
+        residual = F.embedding(token_ids, weights.embed_tokens)  # [B, T, E]
+        for index, layer in enumerate(weights.layers):
+            k_cache, v_cache = cache.layer(index)
+            q = step.linear_qkv(
+                *(residual, layer.input_layernorm, layer.qkv_proj, eps, heads),
+                *(cache.cos, cache.sin, k_cache, v_cache, cache.seq_lens),
+            )
+            attended = ops.attention(q, k_cache, v_cache, cache.seq_lens)
+            step.linear_add(attended, layer.o_proj, residual)
+            activated = step.linear_gate_up(
+                residual, layer.post_attention_layernorm, layer.gate_up_proj, eps
+            )
+            step.linear_add(activated, layer.down_proj, residual)
+        logits: Tensor = step.linear_logits(residual, weights.norm, weights.lm_head, eps)
+        return logits
 
     def _forward(self, token_ids: Tensor, cache: KVCache, *, is_prefill: bool) -> Tensor:
         """All layers; returns the normed hidden states [B, T, E]. Does not advance seq_lens."""

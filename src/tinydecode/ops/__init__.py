@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
+from tinydecode.config import ModelConfig
 from tinydecode.ops import cpu, ref
 
 _forced: ModuleType | None = None
@@ -39,6 +41,15 @@ def _load_kernels() -> ModuleType | None:
 def backend_name(is_cuda: bool) -> str:
     """Which implementation a tensor on the CPU or on a GPU gets: "fused" or "torch"."""
     return "fused" if is_cuda and _forced is None and _load_kernels() is not None else "torch"
+
+
+def fused_step(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModuleType | None:
+    """The fused products of the decode step (`step`), if they can run this model here."""
+    if device.type != "cuda" or backend_name(is_cuda=True) != "fused":
+        return None
+    from tinydecode.ops import step
+
+    return step if step.fits(config, dtype, device) else None
 
 
 @contextmanager

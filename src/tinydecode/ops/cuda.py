@@ -31,16 +31,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     op = "rms_norm"
     dtype = _storage_dtype(op, "x", x)
     hidden = _last_dim(op, "x", x)
-    _expect(op, "weight", weight, (hidden,), dtype)
+    expect(op, "weight", weight, (hidden,), dtype)
     stride = _row_stride(op, "x", x)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     else:
-        _expect(op, "out", out, x.shape, dtype)
-    index = _same_device(op, x=x, weight=weight, out=out)
+        expect(op, "out", out, x.shape, dtype)
+    index = same_device(op, x=x, weight=weight, out=out)
     rows = x.numel() // hidden
     arguments = (x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, hidden, stride, eps)
-    _launch(op, arguments, dtype, index, x=x)
+    launch(op, arguments, dtype, index, x=x)
     return out
 
 
@@ -51,16 +51,16 @@ def add_rms_norm(
     op = "add_rms_norm"
     dtype = _storage_dtype(op, "x", x)
     hidden = _last_dim(op, "x", x)
-    _expect(op, "x", x, x.shape, dtype)
-    _expect(op, "residual", residual, x.shape, dtype)
-    _expect(op, "weight", weight, (hidden,), dtype)
+    expect(op, "x", x, x.shape, dtype)
+    expect(op, "residual", residual, x.shape, dtype)
+    expect(op, "weight", weight, (hidden,), dtype)
     if out is None:
         out = torch.empty_like(x)
     else:
-        _expect(op, "out", out, x.shape, dtype)
-    index = _same_device(op, x=x, residual=residual, weight=weight, out=out)
+        expect(op, "out", out, x.shape, dtype)
+    index = same_device(op, x=x, residual=residual, weight=weight, out=out)
     pointers = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr())
-    _launch(op, (*pointers, x.numel() // hidden, hidden, eps), dtype, index, x=x)
+    launch(op, (*pointers, x.numel() // hidden, hidden, eps), dtype, index, x=x)
     return out
 
 
@@ -70,12 +70,12 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, seq_lens: Tensor) -> No
     dtype = _storage_dtype(op, "q", q)
     batch, tokens, heads, dim = _heads(op, "q", q, None, dtype)
     _, _, kv_heads, _ = _heads(op, "k", k, (batch, tokens, None, dim), dtype)
-    table_rows = _tables(op, cos, sin, dim)
-    _expect(op, "seq_lens", seq_lens, (batch,), torch.int32)
-    index = _same_device(op, q=q, k=k, cos=cos, sin=sin, seq_lens=seq_lens)
+    table_rows = tables(op, cos, sin, dim)
+    expect(op, "seq_lens", seq_lens, (batch,), torch.int32)
+    index = same_device(op, q=q, k=k, cos=cos, sin=sin, seq_lens=seq_lens)
     pointers = (q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), seq_lens.data_ptr())
     sizes = (batch, tokens, heads, kv_heads, dim, table_rows)
-    _launch(op, (*pointers, *sizes, *q.stride()[:2], *k.stride()[:2]), dtype, index, q=q, k=k)
+    launch(op, (*pointers, *sizes, *q.stride()[:2], *k.stride()[:2]), dtype, index, q=q, k=k)
 
 
 def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> None:
@@ -84,14 +84,14 @@ def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: 
     dtype = _storage_dtype(op, "k", k)
     batch, tokens, kv_heads, dim = _heads(op, "k", k, None, dtype)
     _heads(op, "v", v, (batch, tokens, kv_heads, dim), dtype)
-    slots = _caches(op, k_cache, v_cache, (batch, kv_heads, dim), dtype)
-    _expect(op, "seq_lens", seq_lens, (batch,), torch.int32)
-    index = _same_device(op, k=k, v=v, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
+    slots = caches(op, k_cache, v_cache, (batch, kv_heads, dim), dtype)
+    expect(op, "seq_lens", seq_lens, (batch,), torch.int32)
+    index = same_device(op, k=k, v=v, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
     pointers = (k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr())
     sizes = (batch, tokens, kv_heads, dim, slots)
     strides = (*k.stride()[:2], *v.stride()[:2])
     arguments = (*pointers, seq_lens.data_ptr(), *sizes, *strides)
-    _launch(op, arguments, dtype, index, k=k, k_cache=k_cache)
+    launch(op, arguments, dtype, index, k=k, k_cache=k_cache)
 
 
 def rope_kv_append(
@@ -110,16 +110,16 @@ def rope_kv_append(
     batch, tokens, heads, dim = _heads(op, "q", q, None, dtype)
     _, _, kv_heads, _ = _heads(op, "k", k, (batch, tokens, None, dim), dtype)
     _heads(op, "v", v, (batch, tokens, kv_heads, dim), dtype)
-    table_rows = _tables(op, cos, sin, dim)
-    slots = _caches(op, k_cache, v_cache, (batch, kv_heads, dim), dtype)
-    _expect(op, "seq_lens", seq_lens, (batch,), torch.int32)
+    table_rows = tables(op, cos, sin, dim)
+    slots = caches(op, k_cache, v_cache, (batch, kv_heads, dim), dtype)
+    expect(op, "seq_lens", seq_lens, (batch,), torch.int32)
     tensors = (q, k, v, cos, sin, k_cache, v_cache, seq_lens)
     names = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "seq_lens")
-    index = _same_device(op, **dict(zip(names, tensors, strict=True)))
+    index = same_device(op, **dict(zip(names, tensors, strict=True)))
     sizes = (batch, tokens, heads, kv_heads, dim, slots, table_rows)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     arguments = (*(t.data_ptr() for t in tensors), *sizes, *strides)
-    _launch(op, arguments, dtype, index, q=q, k=k, k_cache=k_cache)
+    launch(op, arguments, dtype, index, q=q, k=k, k_cache=k_cache)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -129,15 +129,15 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     width = _last_dim(op, "gate_up", gate_up)
     if width % 2:
         raise ValueError(f"{op}: gate_up must have an even last dimension, found {width}")
-    _expect(op, "gate_up", gate_up, gate_up.shape, dtype)
+    expect(op, "gate_up", gate_up, gate_up.shape, dtype)
     shape = (*gate_up.shape[:-1], width // 2)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=gate_up.device)
     else:
-        _expect(op, "out", out, shape, dtype)
-    index = _same_device(op, gate_up=gate_up, out=out)
+        expect(op, "out", out, shape, dtype)
+    index = same_device(op, gate_up=gate_up, out=out)
     arguments = (gate_up.data_ptr(), out.data_ptr(), gate_up.numel() // width, width // 2)
-    _launch(op, arguments, dtype, index, gate_up=gate_up)
+    launch(op, arguments, dtype, index, gate_up=gate_up)
     return out
 
 
@@ -168,15 +168,15 @@ def attention(
         raise ValueError(
             f"{op}: the {heads} heads of q must be a multiple of the {kv_heads} heads of k_cache"
         )
-    slots = _caches(op, k_cache, v_cache, (batch, kv_heads, dim), dtype)
-    _aligned(op, k_cache=k_cache, v_cache=v_cache)
-    _expect(op, "seq_lens", seq_lens, (batch,), torch.int32)
+    slots = caches(op, k_cache, v_cache, (batch, kv_heads, dim), dtype)
+    aligned(op, k_cache=k_cache, v_cache=v_cache)
+    expect(op, "seq_lens", seq_lens, (batch,), torch.int32)
     shape = (batch, tokens, heads * dim)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=q.device)
     else:
-        _expect(op, "out", out, shape, dtype)
-    index = _same_device(op, q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out)
+        expect(op, "out", out, shape, dtype)
+    index = same_device(op, q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out)
     if workspace is None:
         workspace = attention_workspace(batch, tokens, heads, dim, slots, q.device)
     else:
@@ -186,7 +186,7 @@ def attention(
     sizes = (batch, tokens, heads, kv_heads, dim, slots, *q.stride()[:2])
     factor = dim**-0.5 if scale is None else scale
     arguments = (*pointers, out.data_ptr(), workspace.data_ptr(), *sizes, factor)
-    _launch(op, arguments, dtype, index, q=q, k_cache=k_cache)
+    launch(op, arguments, dtype, index, q=q, k_cache=k_cache)
     return out
 
 
@@ -224,18 +224,27 @@ def argmax(logits: Tensor, out: Tensor | None = None, nonfinite: Tensor | None =
     if out is None:
         out = torch.empty(batch, dtype=torch.int64, device=logits.device)
     else:
-        _expect(op, "out", out, (batch,), torch.int64)
+        expect(op, "out", out, (batch,), torch.int64)
     tensors = {"logits": logits, "out": out}
     if nonfinite is not None:
-        _expect(op, "nonfinite", nonfinite, (1,), torch.int32)
+        expect(op, "nonfinite", nonfinite, (1,), torch.int32)
         tensors["nonfinite"] = nonfinite
-    index = _same_device(op, **tensors)
+    index = same_device(op, **tensors)
     size = _module().argmax_workspace(batch)
     workspace = torch.empty(size, dtype=torch.uint8, device=logits.device)
     flag = 0 if nonfinite is None else nonfinite.data_ptr()
     pointers = (logits.data_ptr(), out.data_ptr(), flag, workspace.data_ptr())
-    _launch(op, (*pointers, batch, vocab, stride), dtype, index, logits=logits)
+    launch(op, (*pointers, batch, vocab, stride), dtype, index, logits=logits)
     return out
+
+
+def read(data: Tensor) -> None:
+    """Read a contiguous tensor and keep nothing: what benchmarks take the memory's speed from."""
+    op = "read"
+    index = same_device(op, data=data)
+    aligned(op, data=data)
+    sink = torch.empty(1, dtype=torch.int32, device=data.device)
+    _module().read(data.data_ptr(), data.nbytes, sink.data_ptr(), index, _current_stream(index))
 
 
 # ---- checks --------------------------------------------------------------------------------
@@ -253,7 +262,7 @@ def _last_dim(op: str, name: str, x: Tensor) -> int:
     return x.shape[-1]
 
 
-def _expect(op: str, name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def expect(op: str, name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Exactly this shape and dtype, contiguous."""
     if x.shape != shape:
         raise ValueError(f"{op}: {name} must be {list(shape)}, found {list(x.shape)}")
@@ -304,16 +313,16 @@ def _heads(
     return batch, tokens, heads, dim
 
 
-def _tables(op: str, cos: Tensor, sin: Tensor, dim: int) -> int:
+def tables(op: str, cos: Tensor, sin: Tensor, dim: int) -> int:
     if cos.dim() != 2 or cos.shape[0] == 0:
         raise ValueError(f"{op}: cos must be [S, {dim // 2}], found {list(cos.shape)}")
     rows = cos.shape[0]
-    _expect(op, "cos", cos, (rows, dim // 2), torch.float32)
-    _expect(op, "sin", sin, (rows, dim // 2), torch.float32)
+    expect(op, "cos", cos, (rows, dim // 2), torch.float32)
+    expect(op, "sin", sin, (rows, dim // 2), torch.float32)
     return rows
 
 
-def _caches(
+def caches(
     op: str, k_cache: Tensor, v_cache: Tensor, sizes: tuple[int, int, int], dtype: torch.dtype
 ) -> int:
     """Both [B, K, S, D] for these B, K, D and one S, contiguous; returns S."""
@@ -323,12 +332,12 @@ def _caches(
             f"{op}: k_cache must be [{batch}, {kv_heads}, S, {dim}], found {list(k_cache.shape)}"
         )
     slots = k_cache.shape[2]
-    _expect(op, "k_cache", k_cache, (batch, kv_heads, slots, dim), dtype)
-    _expect(op, "v_cache", v_cache, (batch, kv_heads, slots, dim), dtype)
+    expect(op, "k_cache", k_cache, (batch, kv_heads, slots, dim), dtype)
+    expect(op, "v_cache", v_cache, (batch, kv_heads, slots, dim), dtype)
     return slots
 
 
-def _aligned(op: str, **tensors: Tensor) -> None:
+def aligned(op: str, **tensors: Tensor) -> None:
     for name, x in tensors.items():
         if not x.is_meta and x.data_ptr() % 16:
             raise ValueError(
@@ -340,12 +349,12 @@ def _scratch(op: str, workspace: Tensor, needed: int, index: int) -> None:
     found = workspace.numel() * workspace.element_size()
     if found < needed or not workspace.is_contiguous():
         raise ValueError(f"{op}: workspace must be {needed} contiguous bytes, found {found}")
-    _aligned(op, workspace=workspace)
+    aligned(op, workspace=workspace)
     if workspace.get_device() != index and _DEVICE_TYPE == "cuda":
         raise ValueError(f"{op}: workspace must be on cuda:{index}, found {workspace.device}")
 
 
-def _same_device(op: str, **tensors: Tensor) -> int:
+def same_device(op: str, **tensors: Tensor) -> int:
     """The index of the one CUDA device that all of these are on."""
     (first, x), *others = tensors.items()
     device = x.device
@@ -373,7 +382,7 @@ def _current_stream(index: int) -> int:
     return int(raw(index) if raw else torch.cuda.current_stream(index).cuda_stream)
 
 
-def _launch(
+def launch(
     op: str, arguments: tuple[Any, ...], dtype: torch.dtype, index: int, **shown: Tensor
 ) -> None:
     """Call the entry; `shown` are the tensors that an error message describes."""

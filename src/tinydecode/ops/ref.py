@@ -10,6 +10,7 @@ sits at position (and cache slot) ``seq_lens[b] + t``.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ATTENTION_CHUNK = 256  # keys per partial result; the kernel splits at the same places
@@ -222,6 +223,68 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = Non
     weights = torch.softmax(scores.masked_fill(~causal, -torch.inf), dim=-1)
     result = torch.einsum("bkgts,bskd->btkgd", weights, v.float())
     return result.reshape(batch, new_tokens, heads * dim).to(q.dtype)
+
+
+def linear_qkv(
+    x: Tensor,
+    norm: Tensor,
+    weight: Tensor,
+    eps: float,
+    heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor,
+) -> Tensor:
+    """Norm, q/k/v projection, rope, and append of k and v to the cache.
+
+    Args:
+        x: [B, T, E], the residual stream.
+        norm: [E].
+        weight: [(H + 2K) * D, E], q then k then v.
+        eps: of the norm.
+        heads: H.
+        cos: see `rope`.
+        sin: see `rope`.
+        k_cache: [B, K, S, D], written.
+        v_cache: [B, K, S, D], written.
+        seq_lens: int32 [B].
+
+    Returns:
+        The rotated q, [B, T, H, D].
+    """
+    kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
+    qkv = F.linear(rms_norm(x, norm, eps), weight)
+    qkv = qkv.view(*x.shape[:2], heads + 2 * kv_heads, dim)
+    q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=2)
+    rope_kv_append(q, k, v, cos, sin, k_cache, v_cache, seq_lens)
+    return q
+
+
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> None:
+    """``residual += x weight^T``: x [B, T, K], weight [N, K], residual [B, T, N] written."""
+    residual.add_(F.linear(x, weight))
+
+
+def linear_gate_up(x: Tensor, norm: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norm, gate and up projections, ``silu(gate) * up``.
+
+    Args:
+        x: [B, T, E], the residual stream.
+        norm: [E].
+        weight: [2F, E], gate then up.
+        eps: of the norm.
+
+    Returns:
+        [B, T, F].
+    """
+    return silu_mul(F.linear(rms_norm(x, norm, eps), weight))
+
+
+def linear_logits(x: Tensor, norm: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norm and head: x [B, T, E], norm [E], weight [V, E] -> float32 [B, T, V]."""
+    return F.linear(rms_norm(x, norm, eps), weight).float()
 
 
 def argmax(logits: Tensor, out: Tensor | None = None, nonfinite: Tensor | None = None) -> Tensor:
