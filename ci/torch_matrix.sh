@@ -21,7 +21,7 @@ for pair in "${pairs[@]}"; do
   {
     "${pair%%=*}" -m venv "$venv" &&
       "$venv/bin/pip" install -q "torch==${pair##*=}" &&
-      "$venv/bin/pip" install -q --force-reinstall --no-deps "$wheel" &&
+      "$venv/bin/pip" uninstall -q -y tinydecode tinydecode-cu121 tinydecode-cu130 &&
       "$venv/bin/pip" install -q "$wheel" # what it depends on; keeps the torch that is there
   } || { failed=$((failed + 1)) && continue; }
   if (cd "$folder" && "$venv/bin/python" - "$root/tests" "$venv/model") <<'PYTHON'; then
