@@ -44,6 +44,7 @@ print(tokenizer.decode(out[0, inputs.input_ids.shape[1]:]), flush=True)
 def demo_directory(target: Path) -> Path:
     """The demo model as a Hugging Face directory in fp32, converted by transformers itself."""
     import torch
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from tinydecode.demo import demo_model
@@ -52,7 +53,13 @@ def demo_directory(target: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     )
-    model.save_pretrained(target)
+    # Saved piece by piece: transformers refuses to save a model that it read from a GGUF file.
+    tensors = {name: x.contiguous() for name, x in model.state_dict().items()}
+    tensors.pop("lm_head.weight")  # tied
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    del model.config.quantization_config
+    model.config.dtype = torch.float32
+    model.config.save_pretrained(target)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
     return target
 

@@ -273,6 +273,10 @@ def _generate(
         needed = len(prompt_ids) + args.max_new_tokens - 1
         max_seq_len = min(needed, model.config.max_position_embeddings)
     with Engine(model, max_seq_len=max_seq_len) as engine:
+        if model.device.type == "cuda":
+            from tinydecode import graphs
+
+            graphs.enable(engine)
         stream = engine.stream(
             prompt_ids,
             max_new_tokens=args.max_new_tokens,

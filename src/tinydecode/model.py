@@ -214,7 +214,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
         if torch.version.cuda is None:
             raise RuntimeError(
                 f"device {device!r} needs a torch with CUDA, found torch {torch.__version__} "
-                "which is built without it; install a CUDA build of torch, or use device 'cpu'"
+                "which is built without it; get a CUDA build of torch (the selector on PyTorch's "
+                "installation page gives the pip command), or use device 'cpu'"
             )
         if not torch.cuda.is_available():
             raise RuntimeError(
