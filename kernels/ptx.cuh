@@ -61,6 +61,35 @@ __device__ __forceinline__ void cp_async16(void* shared, const void* global, Cac
 #endif
 }
 
+// 4, 8 or 16 bytes from global memory to registers, past L1; the address is a multiple of as many.
+template <int kWords>
+__device__ __forceinline__ void load_past_l1(uint32_t* x, const void* global, CachePolicy policy) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kWords == 1) {
+    asm volatile("ld.global.cg.L2::cache_hint.b32 %0, [%1], %2;"
+                 : "=r"(x[0])
+                 : "l"(global), "l"(policy));
+  } else if constexpr (kWords == 2) {
+    asm volatile("ld.global.cg.L2::cache_hint.v2.b32 {%0, %1}, [%2], %3;"
+                 : "=r"(x[0]), "=r"(x[1])
+                 : "l"(global), "l"(policy));
+  } else {
+    asm volatile("ld.global.cg.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "l"(global), "l"(policy));
+  }
+#else
+  for (int i = 0; i < kWords; ++i) x[i] = __ldcs(static_cast<const uint32_t*>(global) + i);
+#endif
+}
+
+// Starts to bring the cache line of an address into L2. Changes nothing else, so an address that
+// was read from memory still being written does no harm.
+__device__ __forceinline__ void prefetch_l2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
 // Closes the group of copies this thread has issued since the last commit; a group may be empty.
 __device__ __forceinline__ void cp_async_commit() {
 #if __CUDA_ARCH__ >= 800
@@ -75,6 +104,11 @@ __device__ __forceinline__ void cp_async_wait() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 #endif
+}
+
+// Asks for the cache line of an address; for memory that no running kernel writes.
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(p));
 }
 
 // ---- barriers among part of a block ----------------------------------------------------------

@@ -23,7 +23,7 @@
 #include <stdint.h>
 
 #define TD_ABI_VERSION 1         // bump when a signature below changes
-#define TD_ATTENTION_CHUNK 64    // keys per attention partial; attention.cu says why
+#define TD_ATTENTION_CHUNK 64    // keys per attention partial; attention.cuh says why
 #define TD_ARGMAX_SPLITS 128     // partial maxima per row of logits; sample.cu
 
 enum TdDtype { TD_FLOAT32 = 0, TD_FLOAT16 = 1, TD_BFLOAT16 = 2 };

@@ -67,13 +67,14 @@ struct Block {
   std::vector<Warp> warps;
   Barrier barriers[16];
   std::vector<Copy> copies;
+  unsigned held_warp = 0, held_visits = 0;  // a warp that does not run for so many visits
   std::vector<unsigned char> dynamic_shared;
   std::vector<unsigned char> static_shared;  // while another block is current
 };
 
 struct Settings {
   uint64_t seed = 1;
-  int resident = 1, multiprocessors = 2;
+  int resident = 1, multiprocessors = 2, capability = 9;
 } settings;
 
 uint64_t random_state = 1;
@@ -152,16 +153,25 @@ void land(size_t index) {
   if (copy.mbarrier) mbarrier_update(copy.mbarrier, 0, -static_cast<uint32_t>(copy.bytes));
 }
 
-// One visit: every runnable fiber of the block once, in a random order, and some copies land.
+// One visit: every runnable fiber of the block once, in a random order, and some copies land. Now and
+// then a warp is held back, so that the others get as far ahead of it as barriers let them.
 bool visit(Block& block) {
   bool progress = false;
   const unsigned count = block.fibers.size();
+  if (block.held_visits > 0) {
+    --block.held_visits;
+    progress = true;  // later
+  } else if (count > 32 && random_number() % 64 == 0) {
+    block.held_warp = random_number() % block.warps.size();
+    block.held_visits = random_number() % 256;
+  }
   unsigned stride = 1 + random_number() % count;
   while (std::gcd(stride, count) != 1) ++stride;
   unsigned index = random_number() % count;
   for (unsigned i = 0; i < count; ++i, index = (index + stride) % count) {
     Fiber& f = block.fibers[index];
     if (f.done || (f.waits_for && *f.waits_for == f.waits_while)) continue;
+    if (block.held_visits > 0 && index / 32 == block.held_warp) continue;
     run_fiber(index);
     progress = true;
   }
@@ -395,10 +405,12 @@ void mbarrier_wait(uint64_t* word, uint32_t parity) {
 
 }  // namespace emu
 
-void emu_configure(uint64_t seed, int resident, int multiprocessors) {
-  emu::settings = {seed, resident, multiprocessors};
+void emu_configure(uint64_t seed, int resident, int multiprocessors, int capability) {
+  emu::settings = {seed, resident, multiprocessors, capability};
 }
 
 const char* emu_error() { return emu::error; }
 
 int emu_multiprocessors() { return emu::settings.multiprocessors; }
+
+int emu_capability() { return emu::settings.capability; }

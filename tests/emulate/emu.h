@@ -1,8 +1,8 @@
 // The host emulator: runs kernel sources, compiled by the host compiler, one fiber per GPU thread.
 //
 // A fiber runs until it has to wait (barrier, warp operation, mbarrier) and the scheduler then
-// picks another; which one, how many blocks are resident, and when asynchronous copies land follows
-// from a seed. There is no preemption between those points, which makes a missing barrier show as
+// picks another; which one, which warp is held back for a while, how many blocks are resident, and
+// when asynchronous copies land follows from a seed. There is no preemption between those points, which makes a missing barrier show as
 // stale or poisoned data under some order rather than as a rare tear. What it finds: wrong indices,
 // missing and divergent barriers, deadlocks, data read before it was written or copied. What it
 // cannot find: memory-ordering bugs, bank conflicts, anything about speed.
@@ -78,9 +78,11 @@ T shuffle(unsigned mask, T value, int source, const char* operation) {
 }  // namespace emu
 
 extern "C" {
-// seed: of the schedule. resident: blocks that run side by side. multiprocessors: what
-// cudaDeviceGetAttribute reports, so that kernels that size their grid by it can be made to loop.
-void emu_configure(uint64_t seed, int resident, int multiprocessors);
+// seed: of the schedule. resident: blocks that run side by side. multiprocessors, capability: what
+// cudaDeviceGetAttribute reports, so that kernels that size their grid by the first can be made to
+// loop, and those that choose by the second (major compute capability) can be made to choose.
+void emu_configure(uint64_t seed, int resident, int multiprocessors, int capability);
 const char* emu_error();  // of the last launch that failed
 int emu_multiprocessors();
+int emu_capability();
 }

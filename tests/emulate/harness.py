@@ -104,9 +104,11 @@ class Kernels:
         self._library.emu_error.restype = ctypes.c_char_p
         self.schedule()
 
-    def schedule(self, seed: int = 1, resident: int = 1, multiprocessors: int = 2) -> None:
-        """Choose the order of fibers, the blocks that run side by side, and the size of the GPU."""
-        self._library.emu_configure(ctypes.c_uint64(seed), resident, multiprocessors)
+    def schedule(
+        self, seed: int = 1, resident: int = 1, multiprocessors: int = 2, capability: int = 9
+    ) -> None:
+        """Choose the order of fibers, the blocks that run side by side, the GPU's size and age."""
+        self._library.emu_configure(ctypes.c_uint64(seed), resident, multiprocessors, capability)
 
     def __getattr__(self, name: str) -> Callable[..., int | None]:
         if name.startswith("_"):

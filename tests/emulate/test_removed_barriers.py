@@ -30,14 +30,14 @@ def occurrences(name: str, pattern: str) -> list[int]:
     return [found.start() for found in re.finditer(pattern, (KERNELS / name).read_text())]
 
 
-def mutant(folder: Path, name: str, offset: int, old: str, new: str, compiled: str) -> Kernels:
-    """kernels/ with one piece of text replaced; only `compiled` is built."""
+def mutant(folder: Path, name: str, offset: int, old: str, new: str, *compiled: str) -> Kernels:
+    """kernels/ with one piece of text replaced; only `compiled` are built."""
     copied = folder / "kernels"
     shutil.copytree(KERNELS, copied)
     text = (copied / name).read_text()
     assert text.startswith(old, offset)
     (copied / name).write_text(text[:offset] + new + text[offset + len(old) :])
-    return Kernels(build([copied / compiled], include=copied, flags=["-O0", "-Wno-error"]))
+    return Kernels(build([copied / source for source in compiled], include=copied, flags=["-O0", "-Wno-error"]))
 
 
 def assert_noticed(kernels: Kernels, run: Callable[[], Tensor], expected: Tensor) -> None:
@@ -52,35 +52,39 @@ def assert_noticed(kernels: Kernels, run: Callable[[], Tensor], expected: Tensor
     pytest.fail("no schedule shows that anything is missing")
 
 
-def attention_inputs() -> tuple[Tensor, ...]:
+ATTENTION = {"attention.cu": torch.float16, "attention_simple.cu": torch.float32}
+
+
+def attention_inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Five tokens: two tiles of rows. 150 keys and four kv heads: a block does all three chunks."""
-    q = torch.randn(1, 5, 4, 64)
-    k_cache, v_cache = torch.randn(1, 4, 160, 64), torch.randn(1, 4, 160, 64)
+    q = torch.randn(1, 5, 4, 64).to(dtype)
+    k_cache, v_cache = (torch.randn(1, 4, 160, 64).to(dtype) for _ in range(2))
     return q, k_cache, v_cache, torch.tensor([145], dtype=torch.int32)
 
 
-def test_nothing_is_noticed_when_nothing_is_removed() -> None:
+def attention_mutations(pattern: str) -> list[tuple[str, int]]:
+    return [(name, offset) for name in ATTENTION for offset in occurrences(name, pattern)]
+
+
+@pytest.mark.parametrize("dtype", ATTENTION.values(), ids=str)
+def test_nothing_is_noticed_when_nothing_is_removed(dtype: torch.dtype) -> None:
     kernels = Kernels(build())
-    inputs = attention_inputs()
+    inputs = attention_inputs(dtype)
     with pytest.raises(pytest.fail.Exception, match="no schedule shows"):
         assert_noticed(kernels, lambda: cuda.attention(*inputs), ref.attention(*inputs))
 
 
-@pytest.mark.parametrize("index", range(len(occurrences("attention.cu", r"__syncthreads\(\);"))))
-def test_barriers_of_attention(tmp_path: Path, index: int) -> None:
-    offset = occurrences("attention.cu", r"__syncthreads\(\);")[index]
-    kernels = mutant(tmp_path, "attention.cu", offset, "__syncthreads();", "", "attention.cu")
-    inputs = attention_inputs()
+@pytest.mark.parametrize(("name", "offset"), attention_mutations(r"__syncthreads\(\);"))
+def test_barriers_of_attention(tmp_path: Path, name: str, offset: int) -> None:
+    kernels = mutant(tmp_path, name, offset, "__syncthreads();", "", *ATTENTION)
+    inputs = attention_inputs(ATTENTION[name])
     assert_noticed(kernels, lambda: cuda.attention(*inputs), ref.attention(*inputs))
 
 
-@pytest.mark.parametrize("index", range(len(occurrences("attention.cu", r"cp_async_wait<1>"))))
-def test_waits_of_attention(tmp_path: Path, index: int) -> None:
-    offset = occurrences("attention.cu", r"cp_async_wait<1>")[index]
-    kernels = mutant(
-        tmp_path, "attention.cu", offset, "cp_async_wait<1>", "cp_async_wait<9>", "attention.cu"
-    )
-    inputs = attention_inputs()
+@pytest.mark.parametrize(("name", "offset"), attention_mutations(r"cp_async_wait<1>"))
+def test_waits_of_attention(tmp_path: Path, name: str, offset: int) -> None:
+    kernels = mutant(tmp_path, name, offset, "cp_async_wait<1>", "cp_async_wait<9>", *ATTENTION)
+    inputs = attention_inputs(ATTENTION[name])
     assert_noticed(kernels, lambda: cuda.attention(*inputs), ref.attention(*inputs))
 
 

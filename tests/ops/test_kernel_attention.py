@@ -14,8 +14,8 @@ from torch import Tensor
 from tinydecode.ops import cuda, ref
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Lengths around the chunk boundaries at multiples of 64; groups that fill tiles of 4 and 8 rows,
-# that do not, and that need several.
+# Lengths around the boundaries of chunks (multiples of 64) and of long chunks (4096 and on); groups
+# that fill tiles of 4, 8 and 16 rows, that do not, and that need several.
 SHAPES = [  # (cached, new tokens, heads, kv heads, head_dim)
     ([0], 1, 4, 4, 64),  # one key
     ([62, 63, 64], 1, 3, 1, 64),
@@ -26,6 +26,8 @@ SHAPES = [  # (cached, new tokens, heads, kv heads, head_dim)
     ([61], 9, 9, 1, 64),
     ([70, 0], 16, 2, 2, 80),
     ([90], 3, 9, 1, 256),
+    ([40], 8, 8, 2, 128),  # T * G: 32 rows
+    ([4095, 4300], 2, 2, 1, 64),
 ]
 
 
@@ -84,6 +86,15 @@ def test_against_twin_and_oracle(bench, dtype: torch.dtype, shape: tuple) -> Non
     assert torch.equal(results[0], results[1]), "depends on the schedule"
     for x, y in zip((case.q, *case.caches), before, strict=True):
         assert torch.equal(x.nan_to_num(), y.nan_to_num()), "an input was written"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[6], SHAPES[8]], ids=str)
+def test_before_sm_80(bench, dtype: torch.dtype, shape: tuple) -> None:
+    """Where the tensor cores do not do, 16-bit types take the kernel of float32."""
+    case = Case(bench, dtype, *shape)
+    bench.schedule(capability=7)
+    assert_as_good_as_twin(case.run(), case.twin(), case.oracle())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ATTENTION_CHUNK = 256  # keys per partial result; the kernel splits at the same places
+ATTENTION_CHUNK = 64  # keys per partial result, TD_ATTENTION_CHUNK of the kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -146,7 +146,8 @@ def attention(
     decoding, T > 1 verifies a draft. Each chunk of `ATTENTION_CHUNK` keys gives a partial
     (maximum, sum of exponentials, weighted values); partials are merged in chunk order by their
     log-sum-exp. All of it is float32, rounded once at the end. Chunks lie at fixed places, so the
-    result does not depend on the cache's capacity. Slots past a row's end may hold anything.
+    result does not depend on the cache's capacity. The kernels split at the same places, but take
+    longer chunks from position 4096 on. Slots past a row's end may hold anything.
 
     Args:
         q: [B, T, H, D].

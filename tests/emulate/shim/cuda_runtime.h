@@ -240,7 +240,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 inline cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
   *value = which == cudaDevAttrMultiProcessorCount      ? emu_multiprocessors()
-           : which == cudaDevAttrComputeCapabilityMajor ? 9
+           : which == cudaDevAttrComputeCapabilityMajor ? emu_capability()
                                                         : 227 * 1024;
   return cudaSuccess;
 }

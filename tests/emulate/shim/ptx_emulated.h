@@ -16,11 +16,21 @@ inline CachePolicy evict_first() { return 0; }
 inline void cp_async16(void* shared, const void* global, CachePolicy) {
   emu::async_copy(shared, global, 16, nullptr);
 }
+template <int kWords>
+void load_past_l1(uint32_t* x, const void* global, CachePolicy) {
+  if (reinterpret_cast<uintptr_t>(global) % (4 * kWords) != 0) {
+    emu::fail(nullptr, "load of %d words that is not aligned to their size", kWords);
+  }
+  std::memcpy(x, global, 4 * kWords);
+}
+inline void prefetch_l2(const void*) {}
 inline void cp_async_commit() { emu::async_commit(); }
 template <int kPending>
 void cp_async_wait() {
   emu::async_wait(kPending);
 }
+
+inline void prefetch(const void*) {}
 
 #define named_barrier(id, threads) emu_named_barrier(id, threads, __FILE__ ":" TD_STRING(__LINE__))
 inline void emu_named_barrier(int id, int threads, const char* site) {
