@@ -13,6 +13,7 @@ from tinydecode.config import ModelConfig
 from tinydecode.ops import cuda
 
 MAX_ROWS = 16
+MAX_HIDDEN = 8192  # of the products that norm their input
 DTYPES = (torch.float16, torch.bfloat16)
 OLDEST = (8, 0)  # compute capability with the tensor-core products of these types
 
@@ -25,6 +26,7 @@ def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
         and torch.cuda.get_device_capability(device) >= OLDEST
         and not (config.attention_bias or config.attention_out_bias or config.mlp_bias)
         and config.hidden_size % 8 == 0
+        and config.hidden_size <= MAX_HIDDEN
         and config.intermediate_size % 8 == 0
         and config.head_dim in cuda.HEAD_DIMS
     )
@@ -47,7 +49,7 @@ def linear_qkv(
     batch, tokens, hidden = _activations(op, x)
     kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
     _weight(op, weight, (heads + 2 * kv_heads) * dim, hidden, x.dtype)
-    cuda.expect(op, "norm", norm, (hidden,), x.dtype)
+    _norm(op, norm, hidden, x.dtype)
     if dim % 8:
         raise ValueError(f"{op}: head_dim must be a multiple of 8, found {dim}")
     table_rows = cuda.tables(op, cos, sin, dim)
@@ -86,7 +88,7 @@ def linear_gate_up(x: Tensor, norm: Tensor, weight: Tensor, eps: float) -> Tenso
     _weight(op, weight, 2 * width, hidden, x.dtype)
     if width % 4:
         raise ValueError(f"{op}: intermediate_size must be a multiple of 4, found {width}")
-    cuda.expect(op, "norm", norm, (hidden,), x.dtype)
+    _norm(op, norm, hidden, x.dtype)
     out = torch.empty(batch, tokens, width, dtype=x.dtype, device=x.device)
     index = cuda.same_device(op, x=x, norm=norm, weight=weight, out=out)
     cuda.aligned(op, x=x, norm=norm, weight=weight)
@@ -102,7 +104,7 @@ def linear_logits(x: Tensor, norm: Tensor, weight: Tensor, eps: float) -> Tensor
     batch, tokens, hidden = _activations(op, x)
     vocab = weight.shape[0]
     _weight(op, weight, vocab, hidden, x.dtype)
-    cuda.expect(op, "norm", norm, (hidden,), x.dtype)
+    _norm(op, norm, hidden, x.dtype)
     logits = torch.empty(batch, tokens, vocab, dtype=torch.float32, device=x.device)
     index = cuda.same_device(op, x=x, norm=norm, weight=weight, logits=logits)
     cuda.aligned(op, x=x, norm=norm, weight=weight)
@@ -124,6 +126,12 @@ def _activations(op: str, x: Tensor) -> tuple[int, int, int]:
     batch, tokens, width = x.shape
     cuda.expect(op, "x", x, (batch, tokens, width), x.dtype)
     return batch, tokens, width
+
+
+def _norm(op: str, norm: Tensor, hidden: int, dtype: torch.dtype) -> None:
+    cuda.expect(op, "norm", norm, (hidden,), dtype)
+    if hidden > MAX_HIDDEN:
+        raise ValueError(f"{op}: hidden_size must be at most {MAX_HIDDEN}, found {hidden}")
 
 
 def _weight(op: str, weight: Tensor, outputs: int, inputs: int, dtype: torch.dtype) -> None:
