@@ -32,15 +32,19 @@ class Variant:
 
     cuda_major: int
     sass: tuple[str, ...]  # machine code for every GPU we claim: no JIT in the driver
-    ptx: str  # of the newest target only: insurance for GPUs that do not exist yet
+    ptx: tuple[str, ...]  # insurance for GPUs without machine code here, compiled by their driver
     compress: tuple[str, ...]
 
 
 VARIANTS = {
     # Drivers before R550 do not read the denser compression of newer toolkits: plain LZ4 here.
-    "cu121": Variant(12, ("75", "80", "86", "89", "90"), "90", ("-Xfatbin", "-compress-all")),
+    "cu121": Variant(12, ("75", "80", "86", "89", "90"), ("90",), ("-Xfatbin", "-compress-all")),
+    # PTX of 120 alone would leave out GPUs between 100 and 120, such as 110.
     "cu130": Variant(
-        13, ("75", "80", "86", "89", "90", "100", "120"), "120", ("--compress-mode=size",)
+        13,
+        ("75", "80", "86", "89", "90", "100", "120"),
+        ("90", "120"),
+        ("--compress-mode=size",),
     ),
 }
 
@@ -123,7 +127,7 @@ def gpu_targets(variant: Variant) -> tuple[list[str], list[str]]:
     """(SASS targets, PTX targets), e.g. (["80", "90"], ["90"])."""
     text = os.environ.get("TD_CUDA_ARCHS", "").strip()
     if not text:
-        return list(variant.sass), [variant.ptx]
+        return list(variant.sass), list(variant.ptx)
     sass, ptx = [], []
     for item in re.split(r"[ ;,]+", text):
         found = re.fullmatch(r"(\d+)\.?(\d)([af]?)(\+PTX)?", item)

@@ -100,9 +100,11 @@ def test_gpu_targets_are_the_table(wheel: Path, module: Path) -> None:
         pytest.skip("no cuobjdump; pip install nvidia-cuda-cuobjdump")
     listing = subprocess.check_output([tool, "-lelf", "-lptx", str(module)], text=True)
     files = {(kind, t) for t, kind in re.findall(r"\.(sm_\w+)\.(cubin|ptx)", listing)}
-    expected = {("cubin", f"sm_{a}") for a in variant.sass} | {("ptx", f"sm_{variant.ptx}")}
+    expected = {("cubin", f"sm_{a}") for a in variant.sass} | {
+        ("ptx", f"sm_{a}") for a in variant.ptx
+    }
     assert files == expected
-    stamped = [f"sm_{a}" for a in variant.sass] + [f"compute_{variant.ptx}"]
+    stamped = [f"sm_{a}" for a in variant.sass] + [f"compute_{a}" for a in variant.ptx]
     assert facts_of(module, sys.executable)["archs"].split() == stamped
 
 
