@@ -257,7 +257,6 @@ def _load_model(args: argparse.Namespace, path: Path) -> LlamaModel:
     from tinydecode.model import load_hf
     from tinydecode.progress import ProgressBar
 
-    _warn_of_unused_kernels(args.device)
     with ProgressBar("loading", delay=0.5) as bar:
         return load_hf(path, device=args.device, dtype=args.dtype, progress=bar)
 
@@ -318,21 +317,6 @@ def _print_stream(stream: TokenStream, prompt_ids: list[int], as_json: bool) -> 
     result |= {"prompt_token_ids": prompt_ids, "stats": stream.stats.to_dict()}
     _write(json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n")
     return exit_code
-
-
-def _warn_of_unused_kernels(device: str) -> None:
-    """Say so once when a CUDA build of tinydecode sits beside a torch that cannot use it."""
-    import torch
-
-    from tinydecode import _ext
-
-    _ext.load()
-    if device == "auto" and torch.version.cuda is None and not _ext.absent:
-        warnings.warn(
-            f"running on the CPU: torch {torch.__version__} is a build without CUDA, "
-            "though tinydecode has its CUDA kernels",
-            stacklevel=2,
-        )
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ is chunk with T = 1.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinydecode import ops
+from tinydecode import _ext, ops
 from tinydecode.config import ModelConfig
 from tinydecode.kv_cache import KVCache
 from tinydecode.weights import LayerWeights, ModelWeights, load_weights, resolve_dtype
@@ -200,17 +201,21 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
     Raises:
         ValueError: not a device name, or one this runtime does not run on.
-        RuntimeError: CUDA was asked for but this torch or this machine has none.
+        RuntimeError: CUDA was asked for but this torch or this machine has none, or the compiled
+            kernels are installed and cannot be used with it.
     """
-    if device == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device == "auto" and not torch.cuda.is_available():
+        if warning := _ext.cpu_warning():
+            warnings.warn(warning, stacklevel=3)
+        return torch.device("cpu")
     try:
-        target = torch.device(device)
+        target = torch.device("cuda" if device == "auto" else device)
     except RuntimeError as error:
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, found {device!r}") from error
     if target.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, found {device!r}")
     if target.type == "cuda":
+        _ext.check_usable()
         if torch.version.cuda is None:
             raise RuntimeError(
                 f"device {device!r} needs a torch with CUDA, found torch {torch.__version__} "
@@ -227,5 +232,6 @@ def resolve_device(device: str | torch.device) -> torch.device:
             raise RuntimeError(
                 f"device {device!r} does not exist: {torch.cuda.device_count()} GPU(s)"
             )
+        _ext.check_device(index)
         return torch.device("cuda", index)
     return target

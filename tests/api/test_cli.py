@@ -285,18 +285,18 @@ def test_unexpected_errors_show_where_on_request(
 @pytest.mark.skipif(torch.version.cuda is not None, reason="about a CPU-only torch")
 def test_cpu_only_torch(run: Run, abc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A44: "cuda" fails and says why, "auto" and "cpu" run."""
-    message = f"torch {re.escape(torch.__version__)}.*install a CUDA build of torch"
+    message = f"torch {re.escape(torch.__version__)}.*get a CUDA build of torch"
     fails(run(abc, "-p", "a", "--device", "cuda"), 1, message)
     for device in ("auto", "cpu"):
         result = run(abc, "-p", "a", "-n", 2, "--device", device)
         assert result[:2] == (0, "bc\n")
         assert "warning" not in result.err
 
-    monkeypatch.setattr(_ext, "load", lambda: None)
-    monkeypatch.setattr(_ext, "absent", False)  # as if a CUDA build were installed
+    monkeypatch.setattr(_ext, "installed", lambda: ["tinydecode-cu130"])
     result = run(abc, "-p", "a", "-n", 2)
     assert result[:2] == (0, "bc\n")
-    assert result.err.count("warning: running on the CPU: torch") == 1
+    assert result.err.count("warning: tinydecode-cu130 is installed, but torch") == 1
+    assert result.err.count("running on the CPU") == 1
     assert "warning" not in run(abc, "-p", "a", "-n", 2, "--device", "cpu").err
 
 
