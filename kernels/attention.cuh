@@ -74,7 +74,11 @@ int with_head_dim(int64_t head_dim, F&& launch) {
   }
 }
 
-// The split launch without tensor cores (attention_simple.cu).
+// The split launch: on tensor cores (attention_tensor.cu; 16-bit types, sm_80), and without
+// (attention_simple.cu; all chunks must be short).
+int attention_split_tensor(Launcher& launcher, const void* q, const void* k_cache,
+                           const void* v_cache, int64_t batch, int64_t head_dim, int dtype,
+                           const AttentionArgs& a);
 int attention_split_simple(Launcher& launcher, const void* q, const void* k_cache,
                            const void* v_cache, int64_t batch, int64_t head_dim, int dtype,
                            const AttentionArgs& a);

@@ -1,5 +1,5 @@
 // The split launch of attention on CUDA cores: for float32, and for the GPUs before sm_80, whose
-// tensor cores take no bfloat16. attention.cu has the other one, and the merge.
+// tensor cores take no bfloat16.
 //
 // A work item is one chunk of kChunk keys of one kv head of one row of the batch; all G query heads
 // of the group and all T tokens read the keys while they are in shared memory, so the cache is read

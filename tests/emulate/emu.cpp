@@ -153,8 +153,8 @@ void land(size_t index) {
   if (copy.mbarrier) mbarrier_update(copy.mbarrier, 0, -static_cast<uint32_t>(copy.bytes));
 }
 
-// One visit: every runnable fiber of the block once, in a random order, and some copies land. Now and
-// then a warp is held back, so that the others get as far ahead of it as barriers let them.
+// One visit: every runnable fiber of the block once, in a random order, and some copies land. Now
+// and then a warp is held back, so that the others get as far ahead of it as barriers let them.
 bool visit(Block& block) {
   bool progress = false;
   const unsigned count = block.fibers.size();
