@@ -47,6 +47,17 @@ __device__ __forceinline__ int first_tile(const LinearArgs& a, int block) {
   return static_cast<int>(static_cast<int64_t>(a.tiles) * block / gridDim.x);
 }
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+template <typename Head>
+__device__ __forceinline__ void init_ring(Head& header, int stages) {
+  for (int i = 0; i < stages; ++i) {
+    mbarrier_init(&header.full[i], 1);
+    mbarrier_init(&header.empty[i], kWarps);
+  }
+  mbarrier_init_fence();
+}
+
 template <typename T, Mode kMode, typename Head>
 __device__ __forceinline__ void produce(const LinearArgs& a, Head& header, unsigned char* ring) {
   const int lane = threadIdx.x % kWarpSize;
@@ -76,6 +87,16 @@ __device__ __forceinline__ void produce(const LinearArgs& a, Head& header, unsig
     }
   }
 }
+
+#else  // the consumers load for themselves
+
+template <typename Head>
+__device__ __forceinline__ void init_ring(Head&, int) {}
+
+template <typename T, Mode kMode, typename Head>
+__device__ __forceinline__ void produce(const LinearArgs&, Head&, unsigned char*) {}
+
+#endif
 
 template <typename T, Mode kMode, bool kManyRows, bool kShared>
 __device__ __forceinline__ void consume(const LinearArgs& a, Header<kManyRows ? 16 : 8>& header,
@@ -196,12 +217,8 @@ __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const __grid_consta
   const int thread = threadIdx.x;
 
   pdl_trigger();
-  if (kHasBulkCopies && thread == 0) {
-    for (int i = 0; i < a.stages; ++i) {
-      mbarrier_init(&header.full[i], 1);
-      mbarrier_init(&header.empty[i], kWarps);
-    }
-    mbarrier_init_fence();
+  if constexpr (kHasBulkCopies) {
+    if (thread == 0) init_ring(header, a.stages);
   }
   __syncthreads();  // the barriers are there
   if (thread >= kConsumers) {
