@@ -31,16 +31,10 @@ constexpr int kThreads = kWarps * kWarpSize;
 template <int kDim, bool kManyRows>
 constexpr int kRows = kManyRows && kDim < 256 ? 16 : 8;
 
-// Blocks that share an SM. Registers would allow 3 at 128 dimensions, at the price of spills and of
-// a last round of chunks for few blocks: 43 against 39 us at 32K keys (H200, 8 kv heads, 2026-11).
+// Blocks that share an SM. Registers would allow 3 at 128 dimensions, at the price of spills and of a
+// last round of chunks for few blocks: 43 against 39 us at 32K keys (H200, 8 kv heads, 2026-11).
 template <int kDim, bool kManyRows>
-constexpr int kBlocksPerSm = kDim > 64   ? 2
-                             : kManyRows ? 3
-                                         : 4;
-registers are what limits them.template <int kDim, bool kManyRows>
-constexpr int kBlocksPerSm = (kDim > 64 && kManyRows) || kDim > 128 ? 2
-                             : kDim > 64 || kManyRows               ? 3
-                                                                    : 4;
+constexpr int kBlocksPerSm = kDim > 64 ? 2 : kManyRows ? 3 : 4;
 
 // The end of a chunk: the warps' partials become one, in shared memory.
 template <int kDim>
