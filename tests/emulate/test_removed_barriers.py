@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from emulate.harness import (
 )
 from torch import Tensor
 
-from tinydecode.ops import cuda, ref
+from tinydecode.ops import cuda, ref, step
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
 SEEDS = range(1, 13)
@@ -98,3 +99,65 @@ def test_barrier_of_block_reduce(tmp_path: Path) -> None:
     kernels = mutant(tmp_path, "common.cuh", offset, "__syncthreads();", "", "rms_norm.cu")
     x, weight = torch.randn(2, 2048), torch.ones(2048)
     assert_noticed(kernels, lambda: cuda.rms_norm(x, weight, 1e-5), ref.rms_norm(x, weight, 1e-5))
+
+
+LINEAR_SEEDS = (58, *range(1, 9))  # 58 holds a warp back while the others load their part of x
+
+
+def linear_runs() -> tuple[Callable[[], Tensor], Tensor]:
+    """A normed and a plain product on one block: three tiles, and more stages than the ring has."""
+    hidden, width = 4104, 12
+    x, norm = torch.randn(1, 1, hidden).half(), torch.rand(hidden).half()
+    gate_up, down = (torch.randn(24, hidden).mul(hidden**-0.5).half() for _ in range(2))
+    residual = torch.randn(1, 1, 24).half()
+
+    def run(module: ModuleType) -> Tensor:
+        added = residual.clone()
+        module.linear_add(x, down, added)
+        out = module.linear_gate_up(x, norm, gate_up, 1e-5)
+        assert out.shape[-1] == width
+        return torch.cat((added, out), dim=-1).float()
+
+    return lambda: run(step), run(ref)
+
+
+def linear_mutations() -> list[tuple[str, int, str]]:
+    """What is taken out of linear.cu and linear.cuh: barriers among consumers, waits for a stage.
+
+    Not the barrier behind the set-up of the mbarriers: the emulator starts with thread 0, which
+    sets them up, so that its absence does not show there.
+    """
+    pieces = [
+        r"named_barrier\(kConsumerBarrier, kConsumers\);",
+        r"mbarrier_wait\(&header\.\w+\[slot\], parity\);",
+    ]
+    return [
+        (name, found.start(), found.group())
+        for name in ("linear.cu", "linear.cuh")
+        for piece in pieces
+        for found in re.finditer(piece, (KERNELS / name).read_text())
+    ]
+
+
+@pytest.mark.parametrize(("name", "offset", "piece"), linear_mutations())
+def test_barriers_and_waits_of_linear(tmp_path: Path, name: str, offset: int, piece: str) -> None:
+    kernels = mutant(tmp_path, name, offset, piece, ";", "linear.cu")
+    run, expected = linear_runs()
+    with behind_cuda_ops(kernels):
+        for seed in LINEAR_SEEDS:
+            kernels.schedule(seed, multiprocessors=1)
+            try:
+                if not torch.allclose(run(), expected, rtol=2e-2, atol=2e-2):
+                    return
+            except EmulationError:
+                return
+    pytest.fail("no schedule shows that anything is missing")
+
+
+def test_linear_is_right_when_nothing_is_removed() -> None:
+    kernels = Kernels(build())
+    run, expected = linear_runs()
+    with behind_cuda_ops(kernels):
+        for seed in LINEAR_SEEDS:
+            kernels.schedule(seed, multiprocessors=1)
+            assert torch.allclose(run(), expected, rtol=2e-2, atol=2e-2)
