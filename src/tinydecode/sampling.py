@@ -1,19 +1,31 @@
 """Sampling options and the one place where logits become a distribution.
 
-The order is fixed: repetition penalty, temperature, top-k, top-p, min-p. A filter sees what the
-ones before it left. Everything after the logits is float64, so that a token 20 nats down is drawn
-at its true rate.
+The order is fixed; each stage sees what the ones before it left:
+
+1. logit bias added, banned tokens set to -inf
+2. repetition penalty (prompt and output), then presence and frequency penalty (output alone)
+3. temperature
+4. top-k
+5. top-p
+6. min-p
+
+`adjust` is 1 and 2, `probabilities` is 3 to 6. Everything from 3 on is float64 here, so that a
+token 20 nats down is drawn at its true rate. On a GPU the same order runs in kernels/sample*.cu,
+whose twin is `ops.ref_sample`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
+
+MAX_LOGPROBS = 20  # alternatives reported a token
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -34,6 +46,11 @@ class SamplingParams:
     min_p: float | None = 0.0  # keep tokens at least min_p times as likely as the best
     repetition_penalty: float = 1.0  # > 1 makes tokens seen before less likely
     seed: int | None = None  # of this call alone; None draws a fresh one
+    presence_penalty: float = 0.0  # taken off the logits of tokens generated before
+    frequency_penalty: float = 0.0  # the same once for each time a token was generated
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to a token's logit
+    banned_token_ids: Collection[int] = ()  # never chosen
+    logprobs: int | None = None  # report the token's logprobs and those of this many others
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, math.inf)
@@ -42,23 +59,108 @@ class SamplingParams:
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
         if self.repetition_penalty == 0:
             raise ValueError("repetition_penalty must be above 0, found 0")
+        _check_number("presence_penalty", self.presence_penalty, -math.inf, math.inf)
+        _check_number("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
         for name, value in (("top_k", self.top_k or 0), ("seed", self.seed or 0)):
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+            if not _is_integer(value) or value < 0:
                 raise ValueError(f"{name} must be an integer >= 0, found {value!r}")
+        if self.logprobs is not None:
+            if not _is_integer(self.logprobs) or not 0 <= self.logprobs <= MAX_LOGPROBS:
+                raise ValueError(
+                    f"logprobs must be an integer from 0 to {MAX_LOGPROBS} or None, "
+                    f"found {self.logprobs!r}"
+                )
+        bias = dict(self.logit_bias or {})
+        banned = tuple(self.banned_token_ids or ())
+        for name, ids in (("logit_bias", bias), ("banned_token_ids", banned)):
+            for token in ids:
+                if not _is_integer(token) or token < 0:
+                    raise ValueError(f"{name} must name token ids >= 0, found {token!r}")
+        for token, shift in bias.items():
+            if shift != -math.inf:  # which bans the token
+                _check_number(f"logit_bias of token {token}", shift, -math.inf, math.inf)
+        # Copies: a caller who changes theirs later does not change a call under way.
+        object.__setattr__(self, "logit_bias", {int(t): float(v) for t, v in bias.items()})
+        object.__setattr__(self, "banned_token_ids", tuple(int(t) for t in banned))
 
     @property
     def is_greedy(self) -> bool:
         """Whether the choice involves no randomness."""
         return self.temperature == 0 or self.top_k == 1
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice depends on the tokens so far other than through the logits."""
+        penalties = (self.repetition_penalty - 1.0, self.presence_penalty, self.frequency_penalty)
+        return any(penalties)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether some tokens' logits are shifted or masked."""
+        return bool(self.logit_bias or self.banned_token_ids)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError if a token id in the options is outside a vocabulary."""
+        for name, ids in (
+            ("logit_bias", self.logit_bias),
+            ("banned_token_ids", self.banned_token_ids),
+        ):
+            for token in ids:
+                if token >= vocab_size:
+                    raise ValueError(
+                        f"{name}: token id {token} is outside the vocabulary of {vocab_size}"
+                    )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
 
 def _check_number(name: str, value: float, low: float, high: float) -> None:
     is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not low <= value <= high:
-        limits = (
-            f"between {low:g} and {high:g}" if math.isfinite(high) else f"finite and >= {low:g}"
-        )
+        if math.isfinite(high):
+            limits = f"between {low:g} and {high:g}"
+        else:
+            limits = f"finite and >= {low:g}" if math.isfinite(low) else "that is finite"
         raise ValueError(f"{name} must be a number {limits}, found {value!r}")
+
+
+# ---- stages 1 and 2 ------------------------------------------------------------------------
+
+
+def adjust(
+    logits: Tensor,
+    params: SamplingParams,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+) -> Tensor:
+    """Logit bias, banned tokens and the three penalties, in this order.
+
+    Args:
+        logits: float32 [V].
+        params: which of them apply; with none the logits are returned as they are.
+        prompt: token ids of the prompt: the repetition penalty counts them.
+        output: token ids generated so far: every penalty counts them.
+
+    Returns:
+        float32 [V], a new tensor unless nothing changes.
+    """
+    if params.has_bias:
+        logits = logits + bias_row(params, logits.shape[0], logits.device)
+    if params.has_penalties:
+        logits = penalise_repetition(logits, [*prompt, *output], params.repetition_penalty)
+        logits = _penalise_output(logits, output, params)
+    return logits
+
+
+def bias_row(params: SamplingParams, vocab_size: int, device: torch.device | str) -> Tensor:
+    """What stage 1 adds to the logits: float32 [V], -inf for a banned token."""
+    bias = torch.zeros(vocab_size)
+    for token, value in params.logit_bias.items():
+        bias[token] = value
+    bias[list(params.banned_token_ids)] = -math.inf
+    return bias.to(device)
 
 
 def penalise_repetition(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor:
@@ -83,11 +185,25 @@ def penalise_repetition(logits: Tensor, history: Sequence[int], penalty: float) 
     return logits.index_copy(0, seen, torch.where(values > 0, values / penalty, values * penalty))
 
 
+def _penalise_output(logits: Tensor, output: Sequence[int], params: SamplingParams) -> Tensor:
+    """Take the presence penalty once and the frequency penalty n times off a token seen n times."""
+    if not output or not (params.presence_penalty or params.frequency_penalty):
+        return logits
+    times = Counter(output)
+    tokens = torch.tensor(list(times), device=logits.device)
+    counts = torch.tensor(list(times.values()), device=logits.device, dtype=logits.dtype)
+    values = logits[tokens] - params.presence_penalty - params.frequency_penalty * counts
+    return logits.index_copy(0, tokens, values)
+
+
+# ---- stages 3 to 6 -------------------------------------------------------------------------
+
+
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution a token is drawn from, after temperature and all filters.
+    """The distribution a token is drawn from: temperature and all filters.
 
     Args:
-        logits: float32 [V], any repetition penalty already applied. -inf bans a token.
+        logits: float32 [V], from `adjust`. -inf bans a token.
         params: temperature 0 gives all mass to the best token (ties to the lowest id).
 
     Returns:
@@ -155,8 +271,56 @@ def non_finite_error(step: int) -> NonFiniteLogitsError:
     )
 
 
+# ---- what was chosen -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TopLogprob:
+    """One of the most likely tokens of a step."""
+
+    token_id: int
+    logprob: float  # under the model's own distribution
+    sampled_logprob: float  # under the one drawn from; -inf if a filter removed it
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Natural logarithms of a chosen token's probabilities, before and after everything here."""
+
+    logprob: float  # under softmax of the model's logits: before bias, penalties, temperature
+    sampled_logprob: float  # under the distribution drawn from; 0 when greedy
+    top: tuple[TopLogprob, ...] = ()  # the model's own favourites, best first
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A token, and its logprobs if the parameters ask for them."""
+
+    token_id: int
+    logprobs: Logprobs | None = None
+
+
+def logprobs_of(token: int, logits: Tensor, p: Tensor, count: int) -> Logprobs:
+    """Logprobs of a token and of the `count` most likely ones.
+
+    Args:
+        token: the one chosen.
+        logits: float32 [V] as the model gave them.
+        p: float64 [V], the distribution the token was drawn from.
+        count: alternatives.
+    """
+    plain = logits.double().log_softmax(0)
+    best = plain.sort(descending=True, stable=True).indices[:count].tolist() if count else []
+    after = p.log()
+    return Logprobs(
+        float(plain[token]),
+        float(after[token]),
+        tuple(TopLogprob(i, float(plain[i]), float(after[i])) for i in best),
+    )
+
+
 class Sampler:
-    """Chooses tokens for one call, with a random generator of its own.
+    """Chooses tokens for one call, with a random generator of its own; on the CPU.
 
     The generator is counter-based (Philox), one draw per row and step; torch's and numpy's global
     states are neither read nor written.
@@ -164,35 +328,52 @@ class Sampler:
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
-        entropy = np.random.SeedSequence().entropy if params.seed is None else params.seed
-        self.seed = int(entropy) % 2**63  # type: ignore[arg-type]
+        self.seed = fresh_seed() if params.seed is None else int(params.seed) % 2**63
         self._random = np.random.Generator(np.random.Philox(self.seed))
         self._step = 0
 
     def __call__(self, logits: Tensor, histories: Sequence[Sequence[int]]) -> list[int]:
+        """`sample` without logprobs and with prompts that count as output: token ids alone."""
+        return [choice.token_id for choice in self.sample(logits, [()] * len(logits), histories)]
+
+    def sample(
+        self,
+        logits: Tensor,
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+    ) -> list[Choice]:
         """Choose one token a row.
 
         Args:
             logits: float32 [B, V].
-            histories: per row, the token ids so far; read only when there is a repetition penalty.
+            prompts: per row, the token ids of the prompt; read only when there are penalties.
+            outputs: per row, the token ids generated so far; likewise.
 
         Raises:
             NonFiniteLogitsError: a row has NaN or +inf, or nothing above -inf.
         """
         self._step += 1
-        if self.params.repetition_penalty != 1.0:
-            rows = [
-                penalise_repetition(row, history, self.params.repetition_penalty)
-                for row, history in zip(logits, histories, strict=True)
-            ]
-            logits = torch.stack(rows)
-        best, greedy = logits.max(dim=-1)  # NaN wins a maximum, so `best` tells of any
+        params = self.params
+        adjusted = logits
+        if params.has_bias or params.has_penalties:
+            triples: Iterable[tuple[Tensor, Sequence[int], Sequence[int]]]
+            triples = zip(logits, prompts, outputs, strict=True)
+            adjusted = torch.stack([adjust(row, params, *history) for row, *history in triples])
+        best, greedy = adjusted.max(dim=-1)  # NaN wins a maximum, so `best` tells of any
         if not bool(torch.isfinite(best).all()):
             raise non_finite_error(self._step)
-        if self.params.is_greedy:
-            return [int(token) for token in greedy.tolist()]
-        uniforms = self._random.random(len(logits))
-        return [
-            draw(probabilities(row, self.params), float(u))
-            for row, u in zip(logits, uniforms, strict=True)
-        ]
+        if params.is_greedy and params.logprobs is None:
+            return [Choice(int(token)) for token in greedy.tolist()]
+        choices = []
+        for row, uniform in enumerate(self._random.random(len(logits))):
+            p = probabilities(adjusted[row], params)
+            token = int(greedy[row]) if params.is_greedy else draw(p, float(uniform))
+            asked = params.logprobs
+            found = None if asked is None else logprobs_of(token, logits[row], p, asked)
+            choices.append(Choice(token, found))
+        return choices
+
+
+def fresh_seed() -> int:
+    """A seed nobody chose, 63 bits, from the operating system."""
+    return int(np.random.SeedSequence().generate_state(1, np.uint64)[0]) % 2**63

@@ -14,6 +14,7 @@ from tinydecode.sampling import (
     NonFiniteLogitsError,
     Sampler,
     SamplingParams,
+    adjust,
     draw,
     penalise_repetition,
     probabilities,
@@ -123,14 +124,73 @@ def test_a24_repetition_penalty() -> None:
     assert sampler(torch.tensor([[2.0, 1.0]]), [[0]]) == [1]
 
 
+def test_presence_and_frequency_penalties_by_hand() -> None:
+    logits = torch.tensor([2.0, -2.0, 0.5, 1.0])
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
+    # The prompt does not count; token 0 came twice, token 1 once.
+    assert adjust(logits, params, prompt=[3, 3], output=[0, 1, 0]).tolist() == [1.0, -2.75, 0.5, 1]
+    assert adjust(logits, params, prompt=[3], output=[]) is logits
+    # The repetition penalty comes first: 2 / 2 - 0.5 - 0.25.
+    both = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    assert adjust(logits, both, prompt=[3], output=[0]).tolist() == [0.25, -2.0, 0.5, 0.5]
+    # Negative penalties favour repeats.
+    favour = SamplingParams(presence_penalty=-1.0)
+    assert adjust(logits, favour, output=[2]).tolist() == [2.0, -2.0, 1.5, 1.0]
+
+
+def test_bias_and_bans_come_before_the_penalties() -> None:
+    logits = torch.tensor([1.0, 2.0, 3.0])
+    params = SamplingParams(
+        logit_bias={0: 3.0, 1: -math.inf}, banned_token_ids=[2], repetition_penalty=2.0
+    )
+    assert adjust(logits, params, prompt=[0, 1, 2]).tolist() == [2.0, -math.inf, -math.inf]
+    assert logits.tolist() == [1.0, 2.0, 3.0]
+    assert Sampler(params)(logits[None], [[]]) == [0]
+    everything = SamplingParams(banned_token_ids=[0, 1, 2])
+    with pytest.raises(NonFiniteLogitsError, match="every token is banned"):
+        Sampler(everything)(logits[None], [[]])
+    with pytest.raises(ValueError, match="logit_bias: token id 3 is outside the vocabulary of 3"):
+        SamplingParams(logit_bias={3: 1.0}).check_vocabulary(3)
+
+
+def test_logprobs_before_and_after() -> None:
+    row = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    params = SamplingParams(1.0, top_k=1, logit_bias={2: 9.0}, logprobs=2)
+    (choice,) = Sampler(params).sample(row, [[]], [[]])
+    assert choice.token_id == 2 and choice.logprobs is not None
+    assert math.isclose(choice.logprobs.logprob, math.log(0.2), rel_tol=1e-6)
+    assert choice.logprobs.sampled_logprob == 0.0
+    assert [top.token_id for top in choice.logprobs.top] == [0, 1]
+    assert [top.sampled_logprob for top in choice.logprobs.top] == [-math.inf, -math.inf]
+    assert math.isclose(choice.logprobs.top[1].logprob, math.log(0.3), rel_tol=1e-6)
+    greedy = Sampler(SamplingParams(logprobs=0)).sample(row, [[]], [[]])[0]
+    assert greedy.logprobs is not None and greedy.logprobs.top == ()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("top_p", -0.1), ("top_p", 1.1), ("top_p", math.nan), ("min_p", 2.0), ("seed", -1)]
-    + [("min_p", math.nan), ("top_k", 1.5), ("seed", "x")],
+    + [("min_p", math.nan), ("top_k", 1.5), ("seed", "x"), ("presence_penalty", math.inf)]
+    + [("frequency_penalty", math.nan), ("logprobs", 21), ("logprobs", True), ("logprobs", -1)],
 )
 def test_bad_values_are_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} must be .* found {value!r}"):
         SamplingParams(1.0, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logit_bias": {-1: 0.5}}, "logit_bias must name token ids >= 0, found -1"),
+        ({"logit_bias": {"a": 0.5}}, "logit_bias must name token ids >= 0, found 'a'"),
+        ({"logit_bias": {4: math.nan}}, "logit_bias of token 4 must be a number that is finite"),
+        ({"logit_bias": {4: math.inf}}, "logit_bias of token 4 must be a number that is finite"),
+        ({"banned_token_ids": [1.5]}, "banned_token_ids must name token ids >= 0, found 1.5"),
+    ],
+)
+def test_bad_biases_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(1.0, **options)  # type: ignore[arg-type]
 
 
 # Chi-square limits at p = 1e-4.
