@@ -74,9 +74,12 @@ TD_OP(linear_add)
 TD_OP(linear_gate_up)
 TD_OP(linear_logits)
 TD_OP(argmax)
+TD_OP(sample)
+TD_OP(distribution)
 TD_OP(read)
 TD_NUMBER(attention_workspace)
 TD_NUMBER(argmax_workspace)
+TD_NUMBER(sample_workspace)
 TD_NUMBER(abi_version)
 TD_NUMBER(cuda_version)
 TD_NUMBER(driver_version)
@@ -109,6 +112,9 @@ PyMethodDef methods[] = {
     TD_ENTRY(attention_workspace),
     TD_ENTRY(argmax),
     TD_ENTRY(argmax_workspace),
+    TD_ENTRY(sample),
+    TD_ENTRY(sample_workspace),
+    TD_ENTRY(distribution),
     TD_ENTRY(read),
     TD_ENTRY(abi_version),
     TD_ENTRY(cuda_version),

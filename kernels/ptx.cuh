@@ -35,6 +35,13 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
+// Nanoseconds of a clock that the whole GPU shares; its resolution depends on the GPU.
+__device__ __forceinline__ uint64_t global_timer() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}
+
 // ---- asynchronous copies, 16 bytes a thread (plain copies before sm_80) ----------------------
 
 // How long L2 should keep what a copy reads.

@@ -9,7 +9,7 @@
 // Bytes moved: the logits once, V = 128256 in float32 is 0.5 MB a row or about 0.1 us of an H200's
 // bandwidth; the time is the latency of two launches.
 
-#include "common.cuh"
+#include "sample.cuh"
 
 namespace td {
 namespace {
@@ -17,20 +17,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kSplits = TD_ARGMAX_SPLITS;  // at least one block for nearly every SM
 
-using Key = unsigned long long;  // zero is below every key
-
-// High half: the value as an unsigned number in the same order. Low half: the index, inverted.
-__device__ __forceinline__ Key make_key(float value, uint32_t index) {
-  // -0 and +0 are equal, so both must give the same bits; NaN goes below everything.
-  const uint32_t raw = __float_as_uint(value + 0.0f);
-  uint32_t ordered = raw & 0x80000000u ? ~raw : raw | 0x80000000u;
-  if (value != value) ordered = 0;
-  return static_cast<Key>(ordered) << 32 | static_cast<uint32_t>(~index);
-}
-
-__device__ __forceinline__ bool is_finite(float x) {
-  return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u;
-}
+using Key = Word;
 
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)

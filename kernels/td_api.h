@@ -22,7 +22,7 @@
 
 #include <stdint.h>
 
-#define TD_ABI_VERSION 1         // bump when a signature below changes
+#define TD_ABI_VERSION 2         // bump when a signature below changes
 #define TD_ATTENTION_CHUNK 64    // keys per attention partial; attention.cuh says why
 #define TD_ARGMAX_SPLITS 128     // partial maxima per row of logits; sample.cu
 
@@ -126,6 +126,26 @@ int td_argmax(const void* logits, int64_t* token, int32_t* nonfinite, void* work
               int64_t batch, int64_t vocab_size, int64_t logits_stride, int dtype, int device,
               void* stream);
 int64_t td_argmax_workspace(int64_t batch);
+
+// One token a row by the order of filters in sampling.py, and all that a step leaves behind.
+//   logits [B, V]; params one SampleParams, rows SampleRow [B] (sample.cuh has both); bias [V],
+//   counts [B, V] (int32, sample.cuh) are read where params say so. tokens int64 [B]: the next
+//   input. seq_lens int32 [B] or null: taken back by 1 for a row that ended earlier. ring uint64
+//   [slots, B, 64] or null, memory that host and device share. stages is a sum of TdSampleStage;
+//   without filters every row is greedy. dtype is TD_FLOAT32. workspace: td_sample_workspace bytes,
+//   16-byte aligned, no preparation. V at most 2^20.
+enum TdSampleStage { TD_SAMPLE_FILTERS = 1, TD_SAMPLE_LOGPROBS = 2 };
+int td_sample(const float* logits, const void* params, void* rows, const float* bias,
+              int32_t* counts, int64_t* tokens, int32_t* seq_lens, void* ring, void* workspace,
+              int64_t batch, int64_t vocab_size, int64_t slots, int64_t stages, int dtype,
+              int device, void* stream);
+int64_t td_sample_workspace(int64_t batch, int64_t vocab_size);
+
+// The distribution each row would be drawn from, as Distribution [R] (sample.cuh) at the start of
+// the workspace and adjusted logits float32 [R, V padded to 4] at the next 16-byte boundary.
+int td_distribution(const float* logits, const void* params, const float* bias, int32_t* counts,
+                    void* workspace, int64_t rows, int64_t vocab_size, int dtype, int device,
+                    void* stream);
 
 // Reads all whole tiles of 32 KB of data (16-byte aligned); writes nothing. sink uint32 [1].
 int td_read(const void* data, int64_t bytes, void* sink, int device, void* stream);

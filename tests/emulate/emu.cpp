@@ -164,6 +164,7 @@ bool visit(Block& block) {
   } else if (count > 32 && random_number() % 64 == 0) {
     block.held_warp = random_number() % block.warps.size();
     block.held_visits = random_number() % 256;
+    progress = true;  // the warp held back may be the only one that could run
   }
   unsigned stride = 1 + random_number() % count;
   while (std::gcd(stride, count) != 1) ++stride;

@@ -142,3 +142,28 @@ def argmax(logits: Tensor, out: Tensor | None = None, nonfinite: Tensor | None =
     """Most likely token of each row, [B, V] -> int64 [B]; see `ref.argmax`."""
     result: Tensor = _pick(logits).argmax(logits, out, nonfinite)
     return result
+
+
+def sample_tokens(
+    logits: Tensor,
+    state: Tensor,
+    bias: Tensor,
+    counts: Tensor,
+    tokens: Tensor,
+    seq_lens: Tensor | None,
+    ring: Tensor,
+    *,
+    has_filters: bool,
+    has_logprobs: bool,
+) -> None:
+    """Choose one token a row from [B, V] and advance the rows; see `ref_sample.sample_tokens`."""
+    from tinydecode.ops import ref_sample
+
+    backend: ModuleType = ref_sample
+    if _pick(logits) not in (ref, cpu):
+        from tinydecode.ops import sample as backend  # noqa: F811
+    backend.sample_tokens(
+        *(logits, state, bias, counts, tokens, seq_lens, ring),
+        has_filters=has_filters,
+        has_logprobs=has_logprobs,
+    )

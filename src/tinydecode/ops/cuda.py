@@ -180,8 +180,8 @@ def attention(
     if workspace is None:
         workspace = attention_workspace(batch, tokens, heads, dim, slots, q.device)
     else:
-        needed = _module().attention_workspace(batch, tokens, heads, dim, slots)
-        _scratch(op, workspace, needed, index)
+        needed = native().attention_workspace(batch, tokens, heads, dim, slots)
+        scratch(op, workspace, needed, index)
     pointers = (q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), seq_lens.data_ptr())
     sizes = (batch, tokens, heads, kv_heads, dim, slots, *q.stride()[:2])
     factor = dim**-0.5 if scale is None else scale
@@ -198,7 +198,7 @@ def attention_workspace(
     Returns:
         uint8, of no meaning before or after a call.
     """
-    size = _module().attention_workspace(batch, tokens, heads, head_dim, slots)
+    size = native().attention_workspace(batch, tokens, heads, head_dim, slots)
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
@@ -230,7 +230,7 @@ def argmax(logits: Tensor, out: Tensor | None = None, nonfinite: Tensor | None =
         expect(op, "nonfinite", nonfinite, (1,), torch.int32)
         tensors["nonfinite"] = nonfinite
     index = same_device(op, **tensors)
-    size = _module().argmax_workspace(batch)
+    size = native().argmax_workspace(batch)
     workspace = torch.empty(size, dtype=torch.uint8, device=logits.device)
     flag = 0 if nonfinite is None else nonfinite.data_ptr()
     pointers = (logits.data_ptr(), out.data_ptr(), flag, workspace.data_ptr())
@@ -244,7 +244,7 @@ def read(data: Tensor) -> None:
     index = same_device(op, data=data)
     aligned(op, data=data)
     sink = torch.empty(1, dtype=torch.int32, device=data.device)
-    _module().read(data.data_ptr(), data.nbytes, sink.data_ptr(), index, _current_stream(index))
+    native().read(data.data_ptr(), data.nbytes, sink.data_ptr(), index, _current_stream(index))
 
 
 # ---- checks --------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ def aligned(op: str, **tensors: Tensor) -> None:
             )
 
 
-def _scratch(op: str, workspace: Tensor, needed: int, index: int) -> None:
+def scratch(op: str, workspace: Tensor, needed: int, index: int) -> None:
     found = workspace.numel() * workspace.element_size()
     if found < needed or not workspace.is_contiguous():
         raise ValueError(f"{op}: workspace must be {needed} contiguous bytes, found {found}")
@@ -369,7 +369,7 @@ def same_device(op: str, **tensors: Tensor) -> int:
 # ---- launching -----------------------------------------------------------------------------
 
 
-def _module() -> Any:
+def native() -> Any:
     global _native
     if _native is None:
         _native = _ext.require()
@@ -386,7 +386,7 @@ def launch(
     op: str, arguments: tuple[Any, ...], dtype: torch.dtype, index: int, **shown: Tensor
 ) -> None:
     """Call the entry; `shown` are the tensors that an error message describes."""
-    entry = getattr(_module(), op)
+    entry = getattr(native(), op)
     try:
         entry(*arguments, _DTYPE_CODES[dtype], index, _current_stream(index))
     except RuntimeError as error:

@@ -11,6 +11,8 @@ inline unsigned char* dynamic_shared() { return emu::dynamic_shared(); }
 inline void pdl_trigger() {}
 inline void pdl_wait() {}
 
+inline uint64_t global_timer() { return 0x1000; }
+
 using CachePolicy = uint64_t;
 inline CachePolicy evict_first() { return 0; }
 inline void cp_async16(void* shared, const void* global, CachePolicy) {
