@@ -19,7 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinydecode import ops
+from tinydecode.device_sampler import DeviceSampler, Stages
 from tinydecode.ops import cuda, ref
+from tinydecode.sampling import SamplingParams
 
 L2_BYTES = 3 * 60 * 2**20  # rotate over three times an H200's L2
 
@@ -140,6 +143,46 @@ def argmax_case(vocab: int, device: torch.device) -> dict[str, Any]:
     }
 
 
+def sample_case(name: str, vocab: int, device: torch.device) -> dict[str, Any]:
+    """The whole sampler of a step, its twin beside it."""
+    copies = 64
+    params = SAMPLINGS[name]
+    stages = Stages.of(params)
+    sampler = DeviceSampler(1, vocab, device)
+    sampler.begin(params, 1, [range(100)])
+    logits = 3 * torch.randn(copies, 1, vocab, device=device)
+    seq_lens = torch.zeros(1, device=device, dtype=torch.int32)
+
+    def torch_way(i: int) -> None:
+        with ops.forced(ref):
+            twin.enqueue(logits[i], seq_lens, stages)
+
+    with ops.forced(ref):
+        twin = DeviceSampler(1, vocab, device)
+    twin.begin(params, 1, [range(100)])
+    return {
+        "op": "sample",
+        "shape": f"V={vocab} {name}",
+        "bytes": 4 * vocab,
+        "kernel": [lambda i=i: sampler.enqueue(logits[i], seq_lens, stages) for i in range(copies)],
+        "torch": [lambda i=i: torch_way(i) for i in range(4)],
+    }
+
+
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "temperature": SamplingParams(0.8),
+    "top-k, top-p, min-p": SamplingParams(0.8, 50, 0.95, 0.05),
+    "every stage": SamplingParams(
+        *(0.8, 50, 0.95, 0.05, 1.1),
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias={5: 1.0},
+        banned_token_ids=[7],
+    ),
+}
+
+
 def main() -> None:
     """Measure every case, print the table, append the records."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
@@ -157,6 +200,7 @@ def main() -> None:
     cases += [attention_case(keys, 32, 8, 64, dtype, device) for keys in (512, 4096)]
     cases += [attention_case(keys, 32, 8, 128, dtype, device) for keys in (512, 4096, 32768)]
     cases += [argmax_case(128256, device)]
+    cases += [sample_case(name, 128256, device) for name in SAMPLINGS]
 
     records, rows = [], []
     for case in cases:

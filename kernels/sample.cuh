@@ -30,7 +30,7 @@ constexpr int kMaxStops = 32;                   // one lane each
 constexpr int kMaxLogprobs = 20;
 constexpr int kRingWords = 64;  // per step and row; see publish() in sample_choose.cu
 
-// Written by the host before a generation, read by every step; ops/sample.py has the same layout.
+// Written by the host before a generation, read by every step; ops/ref_sample.py has the same layout.
 struct SampleParams {
   Word seed;
   double top_p;                            // 1 and above: off
@@ -44,15 +44,17 @@ struct SampleParams {
   int32_t num_logprobs;                    // alternatives to report, where logprobs are
   int32_t stops[kMaxStops];                // ids that end a row
 };
-static_assert(sizeof(SampleParams) == 184, "ops/sample.py writes this layout");
+static_assert(sizeof(SampleParams) == 184, "ops/ref_sample.py writes this layout");
 
 // What a row carries from step to step.
 struct SampleRow {
   Word draws;         // uniforms used so far: the counter of the generator
   uint32_t sequence;  // steps so far, over all generations: tags what goes to the host
-  int32_t is_done;    // a stop was met: later steps change nothing
+  int32_t is_done;    // the end was met: later steps change nothing
+  int32_t remaining;  // tokens until the row is done; 0: no limit
+  int32_t unused;
 };
-static_assert(sizeof(SampleRow) == 16, "ops/sample.py writes this layout");
+static_assert(sizeof(SampleRow) == 24, "ops/ref_sample.py writes this layout");
 
 // A row's count of a token: how often it was generated, and this bit if the prompt has it.
 constexpr int32_t kInPrompt = 1 << 30;
@@ -121,7 +123,7 @@ struct Distribution {
     return bin < cut_bin || (bin == cut_bin && key >= cut_key) ? w : 0;
   }
 };
-static_assert(sizeof(Distribution) == 32, "ops/sample.py reads this layout");
+static_assert(sizeof(Distribution) == 32, "ops/sample.py gives this layout away");
 
 // ---- random numbers --------------------------------------------------------------------------
 

@@ -371,7 +371,9 @@ __device__ void finish(const Step& step, const SampleScratch& s, int row, uint32
   SampleRow& state = step.rows[row];
   state.sequence = sequence;
   if (step.params->temperature != 0.0f && step.params->top_k != 1) ++state.draws;
-  if (is_stop || !is_valid) state.is_done = 1;
+  const int32_t remaining = state.remaining - 1;
+  if (is_stop || !is_valid || remaining == 0) state.is_done = 1;
+  if (remaining >= 0) state.remaining = remaining;
   if (!is_valid) return;
   step.tokens[row] = token;
   if (step.params->has_counts) ++step.counts[static_cast<int64_t>(row) * s.vocab + token];

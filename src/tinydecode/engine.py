@@ -7,8 +7,8 @@ overwrite, so it stays usable after any error or abandoned stream.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,44 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinydecode.device_sampler import DeviceSampler, Stages
+from tinydecode.events import Output, TokenEvent, TokenStream, check_stops
 from tinydecode.kv_cache import KVCache
 from tinydecode.model import LlamaModel
-from tinydecode.sampling import Sampler, SamplingParams
+from tinydecode.sampling import SamplingParams
 from tinydecode.stats import Stats
+from tinydecode.token_loop import Call, LogitsHook, run
 
 if TYPE_CHECKING:
     from tinydecode.graphs import Graphs
-    from tinydecode.tokenizer import IncrementalDetokenizer, Tokenizer
+    from tinydecode.tokenizer import Tokenizer
+
+__all__ = ["DEFAULT_MAX_SEQ_LEN", "Engine", "TokenEvent", "TokenStream"]
 
 DEFAULT_MAX_SEQ_LEN = 4096  # slots allocated when the caller names no size
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """One step of a stream."""
-
-    token_id: int | None  # None: no new token, only the text or the reason that closes the stream
-    text: str | None  # completed text, "" while a character is held back; None without a tokenizer
-    time: float  # seconds since the call
-    from_draft: bool = False  # proposed by a draft and accepted
-    finish_reason: str | None = None  # set on the last event: "stop" or "length"
-
-
-class TokenStream:
-    """An iterator of `TokenEvent` over one generation, with its `stats`.
-
-    Dropping it half-way is fine; nothing runs between two events.
-    """
-
-    def __init__(self, events: Iterator[TokenEvent], stats: Stats) -> None:
-        self._events = events
-        self.stats = stats
-
-    def __iter__(self) -> TokenStream:
-        return self
-
-    def __next__(self) -> TokenEvent:
-        return next(self._events)
 
 
 class Engine:
@@ -96,6 +73,8 @@ class Engine:
         )
         self.generation = 0  # tells an abandoned stream that another call took the cache
         self.graphs: Graphs | None = None  # see graphs.enable
+        self.samples_on_device = model.device.type == "cuda"  # else on the host, in float64
+        self._sampler: DeviceSampler | None = None
 
     @property
     def cache(self) -> KVCache:
@@ -104,6 +83,37 @@ class Engine:
             raise RuntimeError("this engine is closed; make a new one")
         return self._cache
 
+    @property
+    def sampler(self) -> DeviceSampler:
+        """The sampler of the device loop, made on first use."""
+        if self._sampler is None:
+            vocab = self.model.config.vocab_size
+            self._sampler = DeviceSampler(self.batch_size, vocab, self.model.device)
+        return self._sampler
+
+    def step_launcher(self, stages: Stages, is_hooked: bool = False) -> Callable[[int], None]:
+        """What launches decode steps that choose for themselves, by graph or kernel by kernel.
+
+        Args:
+            stages: of the sampler.
+            is_hooked: the steps go through `chunk` instead; nothing is captured.
+
+        Returns:
+            A function of the number of tokens to come; `sampler.launched` tells how many steps a
+            call of it added.
+        """
+        graphs, sampler = self.graphs, self.sampler
+        if graphs is not None and not is_hooked:
+            graphs.prepare(stages)
+            return lambda room: graphs.step(stages, room).replay()
+
+        def launch(room: int) -> None:
+            logits = self.model.chunk(sampler.tokens[:, None], self.cache)[:, 0]
+            sampler.enqueue(logits, self.cache.seq_lens, stages)
+            sampler.launched += 1
+
+        return launch
+
     def close(self) -> None:
         """Free cache and graphs. The model stays usable by other engines. Safe to call twice."""
         self.generation += 1
@@ -111,6 +121,7 @@ class Engine:
             self.graphs.close()
             self.graphs = None
         self._cache = None
+        self._sampler = None
 
     def __enter__(self) -> Engine:
         return self
@@ -143,8 +154,8 @@ class Engine:
         padded = [row + [0] * (max(lengths) - len(row)) for row in rows]
         device = self.model.device
         return self.model.prefill(
-            torch.tensor(padded, device=device),
-            torch.tensor(lengths, device=device, dtype=torch.int32),
+            torch.tensor(padded).to(device, non_blocking=True),
+            torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True),
             self.cache,
         )
 
@@ -189,20 +200,44 @@ class Engine:
         seed: int | None = None,
         eos_token_ids: Collection[int] | None = None,
         ignore_eos: bool = False,
+        *,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        banned_token_ids: Collection[int] = (),
+        logprobs: int | None = None,
+        stop: str | Collection[str] = (),
+        stop_token_ids: Collection[int] = (),
+        tokenizer: Tokenizer | None = None,
+        logits_hook: LogitsHook | None = None,
     ) -> tuple[list[int], Stats] | tuple[list[list[int]], Stats]:
         """Generate tokens after a prompt.
 
         Args:
             ids: prompt token ids; for batch_size > 1 a list of them per row.
             max_new_tokens: at most this many tokens are returned.
-            temperature: 0 is greedy. Others as in `SamplingParams`.
-            top_k: see `SamplingParams`.
-            top_p: see `SamplingParams`.
-            min_p: see `SamplingParams`.
-            repetition_penalty: see `SamplingParams`.
-            seed: makes this call repeatable; None draws one, found in `stats.seed`.
+            temperature: 0 is greedy. The options without a text here are fields of
+                `SamplingParams`; `sampling` has the order in which they apply.
+            top_k: see there.
+            top_p: see there.
+            min_p: see there.
+            repetition_penalty: see there.
+            seed: makes this call repeatable on one kind of device; None draws one, found in
+                `stats.seed`.
             eos_token_ids: ids that end a row and are not returned; None takes the model's own set.
             ignore_eos: treat those ids as ordinary tokens.
+            presence_penalty: see there.
+            frequency_penalty: see there.
+            logit_bias: see there.
+            banned_token_ids: see there.
+            logprobs: report log-probabilities, of so many alternatives too; in `stats.logprobs`.
+            stop: strings that end a row. They are not part of the text, and tokens whose text
+                begins at or after one are not returned.
+            stop_token_ids: further ids that end a row, with ignore_eos too.
+            tokenizer: reads the text; stop strings need it.
+            logits_hook: called each step as hook(ids so far, logits [V]) for each row, returns the
+                logits to choose from (bias, penalties and filters come after it). The step then
+                leaves the graph and is not launched ahead, so every token waits for the host.
 
         Returns:
             The new token ids (a list per row when `ids` was one) and `Stats`. A full cache ends a
@@ -210,22 +245,22 @@ class Engine:
 
         Raises:
             ValueError: see `prefill` and `SamplingParams`; nothing has run then.
-            NonFiniteLogitsError: the model's logits are NaN or infinite.
+            NonFiniteLogitsError: the model's logits are NaN or infinite, or every token is banned.
         """
         started = time.perf_counter()
-        limit = _check_limit(max_new_tokens)
-        params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        stops = self._stop_ids(eos_token_ids, ignore_eos)
-        rows = self._check_prompts(ids)
-        stats = Stats()
-        outputs: list[list[int]] = [[] for _ in rows]
-        for _, tokens in self._steps(rows, limit, params, stops, stats, started):
-            for row, token in enumerate(tokens):
-                if token is not None:
-                    outputs[row].append(token)
+        params = SamplingParams(
+            *(temperature, top_k, top_p, min_p, repetition_penalty, seed, presence_penalty),
+            *(frequency_penalty, logit_bias or {}, banned_token_ids, logprobs),
+        )
+        stops = self._stop_ids(eos_token_ids, ignore_eos) | frozenset(stop_token_ids)
+        call = self._call(ids, max_new_tokens, params, stops, stop, tokenizer, logits_hook, started)
+        outputs: list[list[int]] = [[] for _ in call.rows]
+        for row, event in run(self, call):
+            if event.token_id is not None:
+                outputs[row].append(event.token_id)
         if _is_batch(ids):
-            return outputs, stats
-        return outputs[0], stats
+            return outputs, call.stats
+        return outputs[0], call.stats
 
     def stream(
         self,
@@ -240,8 +275,21 @@ class Engine:
         eos_token_ids: Collection[int] | None = None,
         ignore_eos: bool = False,
         tokenizer: Tokenizer | None = None,
+        *,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        banned_token_ids: Collection[int] = (),
+        logprobs: int | None = None,
+        stop: str | Collection[str] = (),
+        stop_token_ids: Collection[int] = (),
+        logits_hook: LogitsHook | None = None,
     ) -> TokenStream:
         """As `generate`, one `TokenEvent` at a time; batch_size 1 only.
+
+        A plain generator: it may be dropped at any event, and an exception between two (Ctrl-C
+        too) leaves the engine ready for the next call. With stop strings an event comes once its
+        text can no longer be the beginning of one.
 
         Args:
             tokenizer: fills the events' `text` with characters as they complete.
@@ -252,86 +300,43 @@ class Engine:
         if self.batch_size != 1:
             raise ValueError(f"stream serves batch_size 1, this engine has {self.batch_size}")
         started = time.perf_counter()
-        limit = _check_limit(max_new_tokens)
-        params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        stops = self._stop_ids(eos_token_ids, ignore_eos)
-        rows = self._check_prompts(ids)
-        stats = Stats()
-        steps = self._steps(rows, limit, params, stops, stats, started)
-        detokenizer = tokenizer.detokenizer(rows[0]) if tokenizer is not None else None
-        return TokenStream(_events(steps, stats, detokenizer), stats)
+        params = SamplingParams(
+            *(temperature, top_k, top_p, min_p, repetition_penalty, seed, presence_penalty),
+            *(frequency_penalty, logit_bias or {}, banned_token_ids, logprobs),
+        )
+        stops = self._stop_ids(eos_token_ids, ignore_eos) | frozenset(stop_token_ids)
+        call = self._call(ids, max_new_tokens, params, stops, stop, tokenizer, logits_hook, started)
 
-    @torch.inference_mode()
-    def _steps(
+        def events() -> Iterator[TokenEvent]:
+            with closing(run(self, call)) as found:
+                for _, event in found:
+                    yield event
+
+        return TokenStream(events(), call.stats)
+
+    def _call(
         self,
-        rows: list[list[int]],
-        limit: int,
+        ids: Sequence[int] | Sequence[Sequence[int]],
+        max_new_tokens: int,
         params: SamplingParams,
-        stops: frozenset[int],
-        stats: Stats,
+        stop_ids: frozenset[int],
+        stop: str | Collection[str],
+        tokenizer: Tokenizer | None,
+        hook: LogitsHook | None,
         started: float,
-    ) -> Iterator[tuple[float, list[int | None]]]:
-        """The token loop: yields (seconds since the call, one token or None per row).
-
-        None means that the row has ended. `stats` is up to date for a step when it is yielded.
-        """
-        sampler = Sampler(params)
-        stats.prompt_tokens = sum(len(row) for row in rows)
-        stats.seed = None if params.is_greedy else sampler.seed
-        stats.finish_reasons = [None] * len(rows)
+    ) -> Call:
+        """A generation after every check that can fail before a launch."""
+        limit = _check_limit(max_new_tokens)
+        params.check_vocabulary(self.model.config.vocab_size)
+        stops = check_stops(stop)
+        rows = self._check_prompts(ids)
         # The last token of a row needs no slot: nothing is computed from it.
-        remaining = [min(limit, self.max_seq_len - len(row) + 1) for row in rows]
-        if limit == 0:
-            stats.finish_reasons = ["length"] * len(rows)
-            stats.finish_reason = "length"
-            return
-        histories = [list(row) for row in rows]
-        for tokens in self._tokens(rows, histories, sampler, stats):
-            elapsed = time.perf_counter() - started
-            stats.step_times.append(elapsed)
-            step: list[int | None] = []
-            for row, token in enumerate(tokens):
-                if stats.finish_reasons[row] is not None:
-                    step.append(None)
-                elif token in stops:
-                    stats.finish_reasons[row] = "stop"
-                    step.append(None)
-                else:
-                    histories[row].append(token)
-                    stats.new_tokens += 1
-                    remaining[row] -= 1
-                    if remaining[row] == 0:
-                        stats.finish_reasons[row] = "length"
-                    step.append(token)
-            if None not in stats.finish_reasons:
-                every = set(stats.finish_reasons)
-                stats.finish_reason = "length" if "length" in every else "stop"
-            yield elapsed, step
-            if stats.finish_reason is not None:
-                return
-
-    def _tokens(
-        self, rows: list[list[int]], histories: list[list[int]], sampler: Sampler, stats: Stats
-    ) -> Iterator[list[int]]:
-        """One token a row and step, without end: prefill, then choose and decode in turn.
-
-        The caller appends what it accepts to `histories` and notes in `stats` which rows ended.
-        """
-        params = sampler.params
-        if self.graphs and len(rows) == 1 and params.is_greedy and params.repetition_penalty == 1:
-            yield from self.graphs.greedy_tokens(self, rows[0])
-        logits = self.prefill(rows)
-        generation = self.generation
-        while True:
-            tokens = sampler(logits, histories)
-            yield tokens
-            if self.generation != generation:
-                raise RuntimeError("another call used this engine while the stream was open")
-            logits = self.step(torch.tensor(tokens, device=self.model.device))
-            if any(stats.finish_reasons):
-                # Rows that ended still run along; they stay where they are.
-                ended = [reason is not None for reason in stats.finish_reasons]
-                self.cache.seq_lens.sub_(torch.tensor(ended, device=self.model.device).int())
+        limits = [min(limit, self.max_seq_len - len(row) + 1) for row in rows]
+        outputs = [
+            Output(most, stop_ids, stops, tokenizer.detokenizer(row) if tokenizer else None)
+            for most, row in zip(limits, rows, strict=True)
+        ]
+        return Call(rows, outputs, limits, params, stop_ids, hook, Stats(), started)
 
     def _check_prompts(self, ids: Any) -> list[list[int]]:
         """Prompts as lists, one per row, after every check that can fail before a launch."""
@@ -361,26 +366,6 @@ class Engine:
         if ignore_eos:
             return frozenset()
         return self.eos_token_ids if eos_token_ids is None else frozenset(eos_token_ids)
-
-
-def _events(
-    steps: Iterator[tuple[float, list[int | None]]],
-    stats: Stats,
-    detokenizer: IncrementalDetokenizer | None,
-) -> Iterator[TokenEvent]:
-    """Turn the steps of one row into events; an event's text is what its token completed."""
-    elapsed = 0.0
-    for elapsed, (token,) in steps:
-        if token is None:  # end of sequence: the closing event below carries no token
-            break
-        text = detokenizer.push(token) if detokenizer else None
-        if stats.finish_reason is not None:
-            text = text + detokenizer.flush() if detokenizer and text is not None else None
-            yield TokenEvent(token, text, elapsed, finish_reason=stats.finish_reason)
-            return
-        yield TokenEvent(token, text, elapsed)
-    text = detokenizer.flush() if detokenizer else None
-    yield TokenEvent(None, text, elapsed, finish_reason=stats.finish_reason)
 
 
 def _is_batch(ids: Sequence[int] | Sequence[Sequence[int]]) -> bool:

@@ -1,48 +1,61 @@
 """CUDA-graph capture of the decode step and of the fixed-size verify pass.
 
-A captured pass has static shapes and reads everything that changes (tokens, lengths) from device
-memory, so one graph serves every step of every generation. Greedy decoding never leaves the device:
-the graph ends by writing the token it chose where its next replay reads it, and the host reads
-tokens one launch behind.
+A captured pass has static shapes and reads everything that changes (tokens, lengths, sampling
+parameters, random state) from device memory, so one graph serves every step of every generation.
+The decode step ends with the sampler: it writes the token where its next replay reads it, and a few
+words to the host's memory. See `token_loop` for the steps launched ahead.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tinydecode import ops
-from tinydecode.engine import Engine
+from tinydecode.device_sampler import DeviceSampler, Stages
 from tinydecode.kv_cache import KVCache
 from tinydecode.model import LlamaModel
-from tinydecode.sampling import non_finite_error
+from tinydecode.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from tinydecode.engine import Engine
 
 _WARM_UPS = 2  # before capture: cuBLAS picks its kernels and workspaces, modules load
-_RING = 4  # host slots for tokens on their way back; two are in use at a time
+GREEDY = Stages(has_filters=False, has_logprobs=False)
+SAMPLED = Stages(has_filters=True, has_logprobs=False)
 
 
-def enable(engine: Engine, verify: Sequence[int] = ()) -> Engine:
+def enable(engine: Engine, verify: Sequence[int] = (), steps_per_launch: int = 1) -> Engine:
     """Make an engine replay a captured graph per step instead of launching its kernels one by one.
+
+    The greedy and the sampled step are captured now, whatever parameters will be used; the step
+    that also gives logprobs when a call first asks for them.
 
     Args:
         engine: on a CUDA device; its cache should be empty or hold only finished generations.
         verify: sizes T of `Engine.chunk` to capture now; others are captured when first used.
+        steps_per_launch: decode steps that one graph holds, where that many are left to do.
 
     Returns:
         The same engine.
 
     Raises:
-        ValueError: the engine is not on a CUDA device.
+        ValueError: the engine is not on a CUDA device, or steps_per_launch is not positive.
     """
     device = engine.model.device
     if device.type != "cuda":
         raise ValueError(f"CUDA graphs need a model on a CUDA device, this one is on {device}")
+    if isinstance(steps_per_launch, bool) or steps_per_launch < 1:
+        raise ValueError(f"steps_per_launch must be an integer >= 1, found {steps_per_launch!r}")
     if engine.graphs is None:
-        engine.graphs = Graphs(engine.model, engine.cache)
+        graphs = Graphs(engine.model, engine.cache, engine.sampler, steps_per_launch)
+        for stages in (GREEDY, SAMPLED):
+            graphs.prepare(stages)
+        engine.graphs = graphs
     for new_tokens in verify:
         engine.graphs.chunk(new_tokens)
     return engine
@@ -60,56 +73,49 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class GraphedStep:
+def _capture(
+    cache: KVCache, new_tokens: int, run: Callable[[], Tensor]
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Warm up on a side stream, then capture; the cache's lengths are put back.
+
+    The cache's last `new_tokens` slots are scribbled over; they hold tokens only in a full cache,
+    which has no room for this pass anyway.
+    """
+    if not 1 <= new_tokens <= cache.max_seq_len:
+        raise ValueError(
+            f"a pass of {new_tokens} tokens does not fit the cache of {cache.max_seq_len}"
+        )
+    device = cache.seq_lens.device
+    lengths = cache.seq_lens.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.device(device):
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                cache.seq_lens.fill_(cache.max_seq_len - new_tokens)
+                run()
+        torch.cuda.current_stream(device).wait_stream(side)
+        with _no_garbage_collection(), torch.cuda.graph(graph):
+            out = run()
+        cache.seq_lens.copy_(lengths)
+    return graph, out
+
+
+class GraphedChunk:
     """One captured pass of T tokens a row: static inputs, a replay, static outputs.
 
     Attributes:
-        token_ids: int64 [B, T], read by the replay. For T = 1 the replay then writes the most
-            likely next token there, so that replaying again decodes greedily.
+        token_ids: int64 [B, T], read by the replay.
         logits: float32 [B, T, V], overwritten by each replay.
-        nonfinite: int32 [1], set to 1 by a replay of T = 1 that met NaN or infinity, never cleared.
-        state: int64 [B + 1], T = 1 only: the next tokens, then `nonfinite`, in one piece to copy.
     """
 
-    def __init__(self, model: LlamaModel, cache: KVCache, new_tokens: int = 1) -> None:
-        """Warm up on a side stream, then capture.
-
-        The cache's last T slots are scribbled over; they hold tokens only in a full cache, which
-        has no room for this pass anyway.
-        """
-        device = model.device
-        if not 1 <= new_tokens <= cache.max_seq_len:
-            raise ValueError(
-                f"a pass of {new_tokens} tokens does not fit the cache of {cache.max_seq_len}"
-            )
-        batch = cache.batch_size
-        self.state = torch.zeros(batch + 1, device=device, dtype=torch.int64)
-        self.nonfinite = self.state[batch:].view(torch.int32)[:1]
-        if new_tokens == 1:
-            self.token_ids = self.state[:batch, None]
-        else:
-            self.token_ids = torch.zeros(batch, new_tokens, device=device, dtype=torch.int64)
-
-        def run() -> Tensor:
-            logits = model.chunk(self.token_ids, cache)
-            if new_tokens == 1:
-                ops.argmax(logits[:, 0], self.state[:batch], self.nonfinite)
-            return logits
-
-        lengths = cache.seq_lens.clone()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.device(device):
-            side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):
-                for _ in range(_WARM_UPS):
-                    cache.seq_lens.fill_(cache.max_seq_len - new_tokens)
-                    run()
-            torch.cuda.current_stream(device).wait_stream(side)
-            with _no_garbage_collection(), torch.cuda.graph(self._graph):
-                self.logits = run()
-            cache.seq_lens.copy_(lengths)
-            self.state.zero_()
+    def __init__(self, model: LlamaModel, cache: KVCache, new_tokens: int) -> None:
+        shape = (cache.batch_size, new_tokens)
+        self.token_ids = torch.zeros(shape, device=model.device, dtype=torch.int64)
+        self._graph, self.logits = _capture(
+            cache, new_tokens, lambda: model.chunk(self.token_ids, cache)
+        )
 
     def replay(self) -> None:
         """Launch the pass on the current stream."""
@@ -120,65 +126,84 @@ class GraphedStep:
         self._graph.reset()
 
 
+class GraphedSteps:
+    """Some decode steps in one graph: pass and sampler, each step feeding the next.
+
+    Attributes:
+        count: steps of one replay.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        cache: KVCache,
+        sampler: DeviceSampler,
+        stages: Stages,
+        count: int = 1,
+    ) -> None:
+        self.count = count
+        self._sampler = sampler
+        # The warm-up's steps are steps like others, of a generation that nobody reads.
+        sampler.begin(SamplingParams(), 0)
+
+        def run() -> Tensor:
+            for _ in range(count):
+                logits = model.chunk(sampler.tokens[:, None], cache)[:, 0]
+                sampler.enqueue(logits, cache.seq_lens, stages)
+            return logits
+
+        self._graph, self.logits = _capture(cache, count, run)
+        sampler.launched += _WARM_UPS * count
+
+    def replay(self) -> None:
+        """Launch the steps on the current stream."""
+        self._graph.replay()
+        self._sampler.launched += self.count
+
+    def close(self) -> None:
+        """Free the graph and its memory."""
+        self._graph.reset()
+
+
 class Graphs:
     """The captured passes of one engine."""
 
-    def __init__(self, model: LlamaModel, cache: KVCache) -> None:
-        self.step = GraphedStep(model, cache)
-        self._chunks: dict[int, GraphedStep] = {}
-        self._model, self._cache = model, cache
+    def __init__(
+        self,
+        model: LlamaModel,
+        cache: KVCache,
+        sampler: DeviceSampler,
+        steps_per_launch: int = 1,
+    ) -> None:
+        self._chunks: dict[int, GraphedChunk] = {}
+        self._steps: dict[tuple[Stages, int], GraphedSteps] = {}
+        self._model, self._cache, self._sampler = model, cache, sampler
+        self._most = min(steps_per_launch, cache.max_seq_len)
 
-    def chunk(self, new_tokens: int) -> GraphedStep:
-        """The pass of T tokens, captured on first use; T = 1 is the decode step itself."""
-        if new_tokens == 1:
-            return self.step
+    def chunk(self, new_tokens: int) -> GraphedChunk:
+        """The pass of T tokens, captured on first use."""
         if new_tokens not in self._chunks:
-            self._chunks[new_tokens] = GraphedStep(self._model, self._cache, new_tokens)
+            self._chunks[new_tokens] = GraphedChunk(self._model, self._cache, new_tokens)
         return self._chunks[new_tokens]
+
+    def step(self, stages: Stages, room: int = 1) -> GraphedSteps:
+        """The decode step, or several of them where `room` tokens are to come; see `enable`."""
+        count = self._most if room >= self._most else 1
+        key = (stages, count)
+        if key not in self._steps:
+            self._steps[key] = GraphedSteps(self._model, self._cache, self._sampler, stages, count)
+        return self._steps[key]
+
+    def prepare(self, stages: Stages) -> None:
+        """Capture what `step` may be asked for, before anything is under way."""
+        for room in (1, self._most):
+            self.step(stages, room)
 
     def close(self) -> None:
         """Free every graph."""
-        for step in (self.step, *self._chunks.values()):
+        for chunk in self._chunks.values():
+            chunk.close()
+        for step in self._steps.values():
             step.close()
         self._chunks.clear()
-
-    def greedy_tokens(self, engine: Engine, prompt: list[int]) -> Iterator[list[int]]:
-        """Prefill, then replay the step without end, one launch ahead of the token yielded.
-
-        Ends the launches, not the iteration, at the cache's last slot: the caller stops there. A
-        step launched past the caller's stop is forgotten through seq_lens.
-        """
-        step = self.step
-        device = engine.model.device
-        logits = engine.prefill([prompt])
-        generation = engine.generation
-        step.nonfinite.zero_()
-        ops.argmax(logits, step.state[:1], step.nonfinite)
-        host = torch.empty(_RING, 2, dtype=torch.int64, pin_memory=True)
-        arrived = [torch.cuda.Event() for _ in range(_RING)]  # type: ignore[no-untyped-call]
-        stream = torch.cuda.current_stream(device)
-
-        def send(index: int) -> None:
-            host[index % _RING].copy_(step.state, non_blocking=True)
-            arrived[index % _RING].record(stream)
-
-        send(0)
-        room = engine.max_seq_len - len(prompt)  # steps that still find a slot
-        yielded = 0
-        try:
-            while True:
-                if yielded < room:
-                    step.replay()
-                    send(yielded + 1)
-                arrived[yielded % _RING].synchronize()
-                token, bad = host[yielded % _RING].tolist()
-                yielded += 1
-                if bad:
-                    raise non_finite_error(yielded)
-                yield [token]
-                if engine.generation != generation:
-                    raise RuntimeError("another call used this engine while the stream was open")
-        finally:
-            # The last token yielded was never an input, as in decoding without graphs.
-            if engine.generation == generation:
-                engine.cache.seq_lens.fill_(len(prompt) + max(yielded - 1, 0))
+        self._steps.clear()

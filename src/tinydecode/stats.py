@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tinydecode.sampling import Logprobs
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
@@ -28,6 +32,10 @@ class Stats:
     finish_reasons: list[str | None] = field(default_factory=list)  # the same, per row
     seed: int | None = None  # passing it again repeats the text; None when nothing was drawn
     step_times: list[float] = field(default_factory=list, repr=False)  # when each step's token came
+    # The GPU's own clock at the end of each step; empty where steps ran on the CPU.
+    device_times_ns: list[int] = field(default_factory=list, repr=False)
+    # Per row, of each token returned; empty unless asked for.
+    logprobs: list[list[Logprobs]] = field(default_factory=list, repr=False)
 
     @property
     def ttft_s(self) -> float | None:
@@ -48,6 +56,29 @@ class Stats:
     def itl_p99_s(self) -> float | None:
         """99th percentile of the inter-token latency."""
         return percentile(self.inter_token_latencies, 99)
+
+    @property
+    def steps_ms(self) -> list[float]:
+        """Milliseconds of each step after the first, by the GPU's clock where there is one.
+
+        Every step leaves a time stamp with its token, so that this costs nothing.
+        """
+        if len(self.device_times_ns) == len(self.step_times):
+            times = self.device_times_ns  # 48 bits: they wrap every three days
+            return [(b - a) % 2**48 / 1e6 for a, b in zip(times, times[1:], strict=False)]
+        return [1e3 * seconds for seconds in self.inter_token_latencies]
+
+    @property
+    def wall_ms_per_token(self) -> float | None:
+        """Mean time between tokens on the host, in milliseconds."""
+        return None if self.tok_s is None else 1e3 / self.tok_s
+
+    @property
+    def gpu_ms_per_token(self) -> float | None:
+        """Mean of `steps_ms` where they are a GPU's; includes any wait for the host."""
+        if not self.device_times_ns or not self.steps_ms:
+            return None
+        return sum(self.steps_ms) / len(self.steps_ms)
 
     @property
     def tok_s(self) -> float | None:
@@ -79,6 +110,8 @@ class Stats:
             "itl_p50_s": self.itl_p50_s,
             "itl_p99_s": self.itl_p99_s,
             "tok_s": self.tok_s,
+            "wall_ms_per_token": self.wall_ms_per_token,
+            "gpu_ms_per_token": self.gpu_ms_per_token,
             "finish_reason": self.finish_reason,
             "finish_reasons": list(self.finish_reasons),
             "seed": self.seed,

@@ -1,6 +1,6 @@
 """The engine: limits, stops, streams, recovery after errors. A18 to A20, A25, A26.
 
-Everything runs on the CPU, and on a GPU without and with graphs.
+Everything runs on the CPU by both token loops, and on a GPU without and with graphs.
 """
 
 from __future__ import annotations
@@ -13,41 +13,16 @@ from typing import Any
 import pytest
 import torch
 from fixtures import cycle_table, tiny_config, write_byte_tokenizer, write_markov, write_tiny
+from makers import MAKERS, Maker
 
-from tinydecode import Engine, NonFiniteLogitsError, Tokenizer, graphs, load_hf
+from tinydecode import NonFiniteLogitsError, Tokenizer
 from tinydecode.model import LlamaModel
 from tinydecode.stats import Stats, percentile
 
 PROMPT = list(range(40))
 
 
-class Maker:
-    """Makes engines of one kind and loads models for them."""
-
-    def __init__(self, device: str, use_graphs: bool) -> None:
-        self.device = device
-        self.use_graphs = use_graphs
-
-    def __call__(self, model: LlamaModel, *args: Any, **options: Any) -> Engine:
-        engine = Engine(model, *args, **options)
-        return graphs.enable(engine) if self.use_graphs else engine
-
-    def load(self, directory: Path) -> LlamaModel:
-        return load_hf(directory, device=self.device)
-
-    def tokens(self, *ids: Any) -> torch.Tensor:
-        return torch.tensor(ids, device=self.device)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("cpu", False),
-        pytest.param(("cuda", False), marks=pytest.mark.cuda),
-        pytest.param(("cuda", True), marks=pytest.mark.cuda),
-    ],
-    ids=["cpu", "cuda", "graphs"],
-)
+@pytest.fixture(scope="module", params=MAKERS)
 def make(request: pytest.FixtureRequest) -> Maker:
     return Maker(*request.param)
 

@@ -161,6 +161,21 @@ def test_stops_freeze_a_row(bench: Any) -> None:
     assert_equal(kernel, twin)
 
 
+def test_a_row_ends_at_its_limit(bench: Any) -> None:
+    logits = torch.randn(2, 50)
+    kernel, twin = both(bench, logits)
+    for setup, module in ((kernel, sample), (twin, ref_sample)):
+        start = ref_sample.PARAMS.itemsize + 16
+        setup.state[start : start + 4] = torch.tensor([2, 0, 0, 0], dtype=torch.uint8)
+        for _ in range(4):
+            setup.run(module, logits)
+        assert setup.rows["is_done"].tolist() == [1, 0]
+        assert setup.rows["remaining"].tolist() == [0, 0]
+        assert setup.seq_lens.tolist() == [7 - 2, 7]
+        assert setup.rows["draws"].tolist() == [2, 4]
+    assert_equal(kernel, twin)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("has_filters", [True, False])
 @pytest.mark.parametrize("place", [0, 1500])

@@ -33,7 +33,15 @@ PARAMS = np.dtype(
         ("stops", "<i4", (MAX_STOPS,)),
     ]
 )
-ROW = np.dtype([("draws", "<u8"), ("sequence", "<u4"), ("is_done", "<i4")])
+ROW = np.dtype(
+    [
+        ("draws", "<u8"),  # uniforms used
+        ("sequence", "<u4"),  # steps, over all generations
+        ("is_done", "<i4"),
+        ("remaining", "<i4"),  # tokens until the row is done; 0: no limit
+        ("unused", "<i4"),
+    ]
+)
 IN_PROMPT = 1 << 30  # in a token's count: the prompt has it
 MAX_VOCAB = 1 << 20
 MAX_LOGPROBS = 20
@@ -57,8 +65,8 @@ def sample_tokens(
 
     Bias and bans, penalties, temperature, top-k, top-p, min-p, in this order; see `sampling`. A
     row that is done changes nothing: its token stays and its seq_lens, which the pass before has
-    advanced, goes back by one. A stop id, or logits nothing can be chosen from (NaN, +inf, all
-    -inf), makes a row done.
+    advanced, goes back by one. A stop id, the last of the remaining tokens, or logits that nothing
+    can be chosen from (NaN, +inf, all -inf), make a row done.
 
     Args:
         logits: float32 [B, V], read.
@@ -82,6 +90,7 @@ def sample_tokens(
         draws = rows[row, 0:8].view(torch.int64)
         sequence = rows[row, 8:12].view(torch.int32)
         is_done = rows[row, 12:16].view(torch.int32)
+        remaining = rows[row, 16:20].view(torch.int32)
         was_done = is_done != 0  # [1], like everything below without a vocabulary dimension
         z = _adjusted(logits[row], p, bias, counts[row])
         is_bad = (logits[row].isnan() | (logits[row] == math.inf)).any()
@@ -96,7 +105,9 @@ def sample_tokens(
         goes_on = ~was_done
         draws.add_((goes_on & ~p.is_greedy).long())
         is_stop = ((p.stops == token) & p.in_use).any()
-        is_done.copy_(torch.where(goes_on, (is_stop | ~is_valid).int(), is_done))
+        is_end = is_stop | ~is_valid | (remaining == 1)
+        is_done.copy_(torch.where(goes_on, is_end.int(), is_done))
+        remaining.sub_((goes_on & (remaining > 0)).int())
         chosen = goes_on & is_valid
         tokens[row : row + 1] = torch.where(chosen, token, tokens[row : row + 1])
         counts[row].index_add_(
