@@ -9,46 +9,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import math
 import os
-import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from tinydecode._version import __version__
+from tinydecode.cli_options import EXIT_USAGE, PROG, parser
 
 if TYPE_CHECKING:
     from tinydecode.engine import TokenStream
     from tinydecode.model import LlamaModel
     from tinydecode.tokenizer import Tokenizer
 
-PROG = "tinydecode-generate"
-DEFAULT_MAX_NEW_TOKENS = 256
-
-DESCRIPTION = """\
-Generate text with a llama-family model: the text on stdout, everything else on stderr.
-Defaults are in brackets."""
-EXAMPLES = """\
-examples:
-  tinydecode-generate --demo -p "Why is the sky blue?"
-  tinydecode-generate path/to/TinyLlama-1.1B-Chat-v1.0 --chat -p "Name three rivers." -n 64
-  git diff | tinydecode-generate path/to/model.gguf -p - --json
-
-exit codes:
-  0    done
-  1    an error in the model's files, the device or the run; one line says what
-  2    a mistake in the arguments
-  130  interrupted (Ctrl-C); the text so far has been printed
-  141  the reader of stdout went away (a closed pipe)
-  143  terminated
-"""
-
-EXIT_ERROR, EXIT_USAGE = 1, 2
+EXIT_ERROR = 1
 EXIT_SIGINT, EXIT_SIGPIPE, EXIT_SIGTERM = (
     128 + number for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGTERM)
 )
@@ -73,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     warnings.showwarning = _show_warning
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         return _run(args)
     except _UsageError as error:
@@ -90,97 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(_describe(error), EXIT_ERROR)
 
 
-# ---- arguments -----------------------------------------------------------------------------
-
-
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the epilog's lines, and every option on one."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32, width=100)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports mistakes in one line, as every other error is reported."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"{PROG}: error: {message} (see {PROG} --help)\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=PROG,
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=_HelpFormatter,
-    )
-    add = parser.add_argument_group("model").add_argument
-    add("model", nargs="?", metavar="MODEL", help="directory, .gguf file, or hub id org/name")
-    add("--demo", action="store_true", help="use SmolLM2-135M-Instruct; downloaded once, 93 MB")
-    dtypes = ["auto", "float32", "float16", "bfloat16"]
-    add("--dtype", choices=dtypes, default="auto", metavar="TYPE", help=", ".join(dtypes))
-    add("--device", type=_device, default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--max-seq-len", type=_integer(1), metavar="S", help="cache slots [as needed]")
-
-    group = parser.add_argument_group("prompt", "Without one, it is read from stdin.")
-    prompt = group.add_mutually_exclusive_group()
-    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - reads stdin")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="read it from a file")
-    group.add_argument(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        help="put the prompt through the model's chat template [only with --demo]",
-    )
-    group.add_argument("--system", metavar="TEXT", help="system message of the chat")
-
-    add = parser.add_argument_group("generation").add_argument
-    limit, probability = DEFAULT_MAX_NEW_TOKENS, _number(0, 1)
-    add("-n", "--max-new-tokens", type=_integer(1), default=limit, metavar="N", help=f"[{limit}]")
-    add("--temperature", type=_number(0), default=0.0, metavar="T", help="0 is greedy [0]")
-    add("--top-k", type=_integer(0), default=0, metavar="K", help="only the K likeliest [0: all]")
-    add("--top-p", type=probability, default=1.0, metavar="P", help="only the top P [1: all]")
-    add("--min-p", type=probability, default=0.0, metavar="P", help="P times the best's [0: all]")
-    add("--repetition-penalty", type=_number(1e-6), default=1.0, metavar="R", help="[1: none]")
-    add("--seed", type=_integer(0), metavar="SEED", help="repeats a sampled text [random]")
-    add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
-
-    add = parser.add_argument_group("output").add_argument
-    add("--json", action="store_true", help="one JSON object: text, ids and statistics")
-    add("--info", action="store_true", help="print versions, backend and devices, then exit")
-    add("--version", action="version", version=f"tinydecode {__version__}")
-    add("--debug", action="store_true", help="show the traceback of an error")
-    return parser
-
-
-def _number(low: float, high: float = math.inf) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = float(text)
-        if not math.isfinite(value) or not low <= value <= high:
-            limits = f"finite and >= {low:g}" if high == math.inf else f"in {low:g} to {high:g}"
-            raise argparse.ArgumentTypeError(f"must be {limits}, found {text}")
-        return value
-
-    parse.__name__ = "number"  # argparse: "invalid number value: 'x'"
-    return parse
-
-
-def _integer(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"must be >= {low}, found {text}")
-        return value
-
-    parse.__name__ = "integer"
-    return parse
-
-
-def _device(text: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
-        raise argparse.ArgumentTypeError(f"must be auto, cpu, cuda or cuda:N, found {text!r}")
-    return text
-
-
 # ---- the run -------------------------------------------------------------------------------
 
 
@@ -195,6 +81,8 @@ def _run(args: argparse.Namespace) -> int:
     is_chat = args.demo if args.chat is None else args.chat
     if args.system is not None and not is_chat:
         raise _UsageError("--system needs --chat")
+    if args.logprobs is not None and not args.json:
+        raise _UsageError("--logprobs needs --json")
     prompt = _read_prompt(args)
     path = _find_model(args)
     with _garbage_collection_off():
@@ -284,8 +172,15 @@ def _generate(
             top_p=args.top_p,
             min_p=args.min_p,
             repetition_penalty=args.repetition_penalty,
+            presence_penalty=args.presence_penalty,
+            frequency_penalty=args.frequency_penalty,
+            logit_bias=dict(args.logit_bias),
+            banned_token_ids=args.ban,
+            logprobs=args.logprobs,
             seed=args.seed,
             ignore_eos=args.ignore_eos,
+            stop=args.stop,
+            stop_token_ids=args.stop_token_id,
             tokenizer=tokenizer,
         )
         return _print_stream(stream, prompt_ids, as_json=args.json)
@@ -295,11 +190,14 @@ def _print_stream(stream: TokenStream, prompt_ids: list[int], as_json: bool) -> 
     """Print text as it comes, or one JSON object at the end; an interrupt ends it early."""
     pieces: list[str] = []
     token_ids: list[int] = []
+    logprobs: list[dict[str, Any]] = []
     exit_code = 0
     try:
         for event in stream:
             if event.token_id is not None:
                 token_ids.append(event.token_id)
+                if event.logprobs is not None:
+                    logprobs.append(event.logprobs.to_dict())
             if event.text:
                 pieces.append(event.text)
                 if not as_json:
@@ -315,6 +213,8 @@ def _print_stream(stream: TokenStream, prompt_ids: list[int], as_json: bool) -> 
 
     result: dict[str, Any] = {"text": "".join(pieces), "token_ids": token_ids}
     result |= {"prompt_token_ids": prompt_ids, "stats": stream.stats.to_dict()}
+    if logprobs:
+        result["logprobs"] = logprobs
     _write(json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n")
     return exit_code
 

@@ -291,6 +291,25 @@ class Logprobs:
     sampled_logprob: float  # under the distribution drawn from; 0 when greedy
     top: tuple[TopLogprob, ...] = ()  # the model's own favourites, best first
 
+    def to_dict(self) -> dict[str, object]:
+        """For JSON: minus infinity, which a filter left, becomes None."""
+
+        def finite(value: float) -> float | None:
+            return value if math.isfinite(value) else None
+
+        return {
+            "logprob": finite(self.logprob),
+            "sampled_logprob": finite(self.sampled_logprob),
+            "top": [
+                {
+                    "token_id": top.token_id,
+                    "logprob": finite(top.logprob),
+                    "sampled_logprob": finite(top.sampled_logprob),
+                }
+                for top in self.top
+            ],
+        }
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -154,6 +154,37 @@ def test_leading_space(run: Run, tmp_path: Path) -> None:
     assert run(tmp_path, "-p", "Say:").out == " Hello world!\n"
 
 
+def test_stop_strings_and_ids(run: Run, abc: Path) -> None:
+    """A39 at the command line: what precedes the stop, nothing of it."""
+    assert run(abc, "-p", "a", "-n", 9, "--stop", "dab").out == "bc\n"
+    assert (
+        run(abc, "-p", "a", "-n", 9, "--stop", "x", "--stop", "cdab", "--stop", "cd").out == "b\n"
+    )
+    document = json.loads(run(abc, "-p", "a", "-n", 9, "--stop-token-id", 100, "--json").out)
+    assert document["token_ids"] == [*b"bc"]
+    assert document["stats"]["finish_reason"] == "stop"
+    assert document["stats"]["new_tokens"] == 2
+
+
+def test_bias_bans_and_penalties(run: Run, abc: Path) -> None:
+    assert run(abc, "-p", "a", "-n", 2, "--logit-bias", f"{ord('x')}=30").out == "xx\n"
+    banned = run(abc, "-p", "a", "-n", 1, "--ban", ord("b"), "--json")
+    assert json.loads(banned.out)["token_ids"] == [0]
+    # b follows a with logit 20: taken off once, the lowest id of those left wins.
+    args = ["--presence-penalty", 15, "--frequency-penalty", 6]
+    assert run(abc, "-p", "a", "-n", 5, *args).out[:4] == "bcda"
+    fails(run(abc, "-p", "a", "--ban", 512), 1, "token id 512 is outside the vocabulary of 512")
+
+
+def test_logprobs_in_json(run: Run, abc: Path) -> None:
+    document = json.loads(run(abc, "-p", "a", "-n", 2, "--json", "--logprobs", 2, "--top-k", 1).out)
+    first = document["logprobs"][0]
+    assert len(document["logprobs"]) == 2
+    assert first["sampled_logprob"] == 0.0 and -1e-4 < first["logprob"] <= 0
+    assert [top["token_id"] for top in first["top"]] == [ord("b"), 0]
+    assert first["top"][1]["sampled_logprob"] is None
+
+
 def test_interrupted_json(capsys: pytest.CaptureFixture[str]) -> None:
     """An interrupt leaves a complete document about the text so far."""
     stats = Stats(prompt_tokens=1, new_tokens=1)
@@ -204,6 +235,14 @@ def fails(result: Result, code: int, message: str) -> None:
         (["m", "-p", "x", "--device", "tpu"], "--device: must be auto, cpu, cuda or cuda:N"),
         (["m", "-p", "x", "--dtype", "int8"], "--dtype: invalid choice"),
         (["m", "-p", "x", "--prompt-file", "y"], "not allowed with"),
+        (["m", "-p", "x", "--stop", ""], "--stop: must have at least one character"),
+        (["m", "-p", "x", "--stop-token-id", "-1"], "--stop-token-id: must be >= 0"),
+        (["m", "-p", "x", "--ban", "x"], "--ban: invalid integer value"),
+        (["m", "-p", "x", "--logit-bias", "5"], "--logit-bias: must be ID=NUMBER, found '5'"),
+        (["m", "-p", "x", "--logit-bias", "5=inf"], "--logit-bias: must be finite, found inf"),
+        (["m", "-p", "x", "--presence-penalty", "nan"], "--presence-penalty: must be finite"),
+        (["m", "-p", "x", "--json", "--logprobs", "21"], "--logprobs: must be in 0 to 20"),
+        (["m", "-p", "x", "--logprobs", "1"], "--logprobs needs --json"),
         (["-p", "x"], "give either MODEL or --demo"),
         (["m", "--demo", "-p", "x"], "give either MODEL or --demo"),
         (["m", "-p", "x", "--system", "s"], "--system needs --chat"),
