@@ -145,14 +145,20 @@ class Output:
         """The event of a row that was asked for no tokens."""
         return self._end("length", 0.0)
 
-    def _release(self, safe: int) -> list[TokenEvent]:
-        """Let out the events whose text ends within the first `safe` held characters."""
+    def _release(self, safe: int, is_last: bool = False) -> list[TokenEvent]:
+        """Let out the events whose text ends within the first `safe` held characters.
+
+        A token without text may be part of a character that is not complete, so it goes with the
+        text after it.
+        """
         position = count = 0
-        for event in self._waiting:
+        for number, event in enumerate(self._waiting, 1):
             end = position + len(event.text or "")
             if end > safe:
                 break
-            position, count = end, count + 1
+            if event.text or is_last or not self._stops:
+                count = number
+            position = end
         released, self._waiting = self._waiting[:count], self._waiting[count:]
         self._held = self._held[position:]
         self.kept += count
@@ -183,7 +189,7 @@ class Output:
             if begin is not None:
                 return self._cut(begin, time)
         self.finish_reason = reason
-        events = self._release(len(self._held))
+        events = self._release(len(self._held), is_last=True)
         if reason == "stop" or not events:
             return [*events, TokenEvent(None, tail, time, finish_reason=reason)]
         last = events[-1]
