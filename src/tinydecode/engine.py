@@ -88,7 +88,9 @@ class Engine:
         """The sampler of the device loop, made on first use."""
         if self._sampler is None:
             vocab = self.model.config.vocab_size
-            self._sampler = DeviceSampler(self.batch_size, vocab, self.model.device)
+            # Made inside inference mode, its tensors could not be written outside of it.
+            with torch.inference_mode(False):
+                self._sampler = DeviceSampler(self.batch_size, vocab, self.model.device)
         return self._sampler
 
     def step_launcher(self, stages: Stages, is_hooked: bool = False) -> Callable[[int], None]:

@@ -15,7 +15,6 @@ from tinydecode.device_sampler import SLOTS, DeviceSampler, Stages
 from tinydecode.model import LlamaModel
 from tinydecode.ops import ref_sample
 from tinydecode.sampling import SamplingParams
-from tinydecode.token_loop import AHEAD
 
 PROMPT = list(range(40))
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.05, "seed": 1}

@@ -55,7 +55,8 @@ def sample_tokens(
         )
     cuda.expect(op, "ring", ring, (ring.shape[0], batch, RING_WORDS), torch.int64)
     index = cuda.same_device(op, **tensors)
-    if logits.is_cuda and not (ring.is_pinned() or ring.is_cuda):
+    # Not while a graph is captured, which asks the driver nothing; the warm-up has been checked.
+    if logits.is_cuda and not torch.cuda.is_current_stream_capturing() and not ring.is_pinned():
         raise ValueError(f"{op}: ring must be in pinned memory, or the GPU cannot write it")
     needed = cuda.native().sample_workspace(batch, vocab)
     if workspace is None:
