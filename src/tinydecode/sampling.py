@@ -317,6 +317,7 @@ class Choice:
 
     token_id: int
     logprobs: Logprobs | None = None
+    from_draft: bool = False
 
 
 def logprobs_of(token: int, logits: Tensor, p: Tensor, count: int) -> Logprobs:

@@ -50,8 +50,16 @@ class Call:
         return all(output.finish_reason is not None for output in self.outputs)
 
 
-def run(engine: Engine, call: Call) -> Generator[tuple[int, TokenEvent], None, None]:
-    """(row, event) until every row has ended; `stats` is up to date for each event."""
+Source = Callable[["Engine", Call], Generator[Step, None, None]]
+
+
+def run(
+    engine: Engine, call: Call, source: Source | None = None
+) -> Generator[tuple[int, TokenEvent], None, None]:
+    """(row, event) until every row has ended; `stats` is up to date for each event.
+
+    The tokens come from `source`, or from the steps below that suit the engine.
+    """
     stats, outputs = call.stats, call.outputs
     stats.prompt_tokens = sum(len(row) for row in call.rows)
     stats.finish_reasons = [None] * len(call.rows)
@@ -60,7 +68,8 @@ def run(engine: Engine, call: Call) -> Generator[tuple[int, TokenEvent], None, N
         for row, output in enumerate(outputs):
             yield from _let_out(call, row, output.end_at_once())
         return
-    source = device_steps if engine.samples_on_device else host_steps
+    if source is None:
+        source = device_steps if engine.samples_on_device else host_steps
     steps = source(engine, call)
     try:
         for elapsed, choices in steps:
@@ -68,7 +77,9 @@ def run(engine: Engine, call: Call) -> Generator[tuple[int, TokenEvent], None, N
             for row, (output, choice) in enumerate(zip(outputs, choices, strict=True)):
                 if output.finish_reason is None:
                     assert choice is not None
-                    events = output.push(choice.token_id, elapsed, choice.logprobs)
+                    events = output.push(
+                        choice.token_id, elapsed, choice.logprobs, choice.from_draft
+                    )
                     yield from _let_out(call, row, events)
             if call.is_over:
                 return
