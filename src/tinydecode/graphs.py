@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tinydecode.device_sampler import DeviceSampler, Stages
+from tinydecode.device_sampler import SLOTS, DeviceSampler, Stages
 from tinydecode.kv_cache import KVCache
 from tinydecode.model import LlamaModel
 from tinydecode.sampling import SamplingParams
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tinydecode.engine import Engine
 
 _WARM_UPS = 2  # before capture: cuBLAS picks its kernels and workspaces, modules load
+MAX_STEPS = SLOTS // 2  # of one launch: those ahead of the host stay within the ring
 GREEDY = Stages(has_filters=False, has_logprobs=False)
 SAMPLED = Stages(has_filters=True, has_logprobs=False)
 
@@ -44,13 +45,16 @@ def enable(engine: Engine, verify: Sequence[int] = (), steps_per_launch: int = 1
         The same engine.
 
     Raises:
-        ValueError: the engine is not on a CUDA device, or steps_per_launch is not positive.
+        ValueError: the engine is not on a CUDA device, or steps_per_launch is out of range.
     """
     device = engine.model.device
     if device.type != "cuda":
         raise ValueError(f"CUDA graphs need a model on a CUDA device, this one is on {device}")
-    if isinstance(steps_per_launch, bool) or steps_per_launch < 1:
-        raise ValueError(f"steps_per_launch must be an integer >= 1, found {steps_per_launch!r}")
+    is_count = isinstance(steps_per_launch, int) and not isinstance(steps_per_launch, bool)
+    if not is_count or not 1 <= steps_per_launch <= MAX_STEPS:
+        raise ValueError(
+            f"steps_per_launch must be an integer from 1 to {MAX_STEPS}, found {steps_per_launch!r}"
+        )
     if engine.graphs is None:
         graphs = Graphs(engine.model, engine.cache, engine.sampler, steps_per_launch)
         for stages in (GREEDY, SAMPLED):

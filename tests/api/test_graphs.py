@@ -24,6 +24,14 @@ def test_graphs_need_a_cuda_model(tmp_path: Path) -> None:
         graphs.enable(engine)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("steps", [0, -1, 33, 1.5, True])
+def test_impossible_steps_per_launch_are_named(tmp_path: Path, steps: int) -> None:
+    engine = Engine(load_hf(write_tiny(tmp_path), device="cuda"), max_seq_len=64)
+    with pytest.raises(ValueError, match=f"steps_per_launch must be .* found {steps!r}"):
+        graphs.enable(engine, steps_per_launch=steps)
+
+
 @pytest.fixture(scope="module", params=[torch.float32, torch.float16, torch.bfloat16])
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
     return load_hf(write_tiny(tmp_path_factory.mktemp("tiny"), dtype=request.param), device="cuda")
