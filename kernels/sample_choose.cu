@@ -194,7 +194,6 @@ __device__ Ranked find_in_row(const Context& c, Word point) {
     before += shared.prefixes.mass[bin];
     point -= kByRank ? shared.prefixes.count[bin] : shared.prefixes.mass[bin];
     prefix = prefix << width | (last - bin);
-    __syncthreads();  // the tables are read
   }
   const Word ids = (Word{1} << kIdBits) - 1;
   const uint32_t id = static_cast<uint32_t>(ids - (prefix & ids));
@@ -222,8 +221,7 @@ __device__ Word min_p_total(const Context& c, int listed, int m_bin, Word whole)
       if (x >= edge) sum += weight_at(x);
     }
     block_exclusive_sum(sum, shared.scratch, &total);
-    __syncthreads();  // scratch is read by everyone before it is used again
-    return total;
+    return total;  // whatever uses scratch next has a barrier before that
   }
   if (threadIdx.x == 0) shared.answer[3] = whole;
   __syncthreads();  // the sum of the bins before is there
@@ -255,11 +253,7 @@ __device__ Chosen choose(const Context& c, const SampleScratch& s, int row, Plan
   const Word m_before = plan.m_bin >= 0 ? in.mass[plan.m_bin] : 0;
   Word min_p_bound = ~Word{0};
   if (c.params.log_min_p > -INFINITY) min_p_bound = in.mass[bin_at(c.params.log_min_p) + 1];
-  if (listed <= kListed) {
-    open_list(c, s.list + row * kListed, listed);
-  } else {
-    __syncthreads();  // they are read
-  }
+  if (listed <= kListed) open_list(c, s.list + row * kListed, listed);
 
   Word total = plan.k_total;
   if (plan.k_bin >= 0) {
@@ -352,7 +346,8 @@ __device__ void publish_logprobs(const Step& step, const SampleScratch& s, int r
   publish(out + 2, sequence, __float_as_uint(sampled));
 }
 
-// Thread by thread of the block; `token` is all ones if none could be chosen.
+// Called by every thread, behind a barrier since the row's state was read for the choice. `token`
+// is all ones if none could be chosen.
 __device__ void finish(const Step& step, const SampleScratch& s, int row, uint32_t token,
                        const Distribution& d) {
   const int batch = static_cast<int>(gridDim.x);
@@ -417,7 +412,6 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(Step step, SampleScrat
   }
   if (step.needs_distribution && threadIdx.x == 0) s.distribution[row] = d;
   if (step.rows == nullptr) return;
-  __syncthreads();  // everyone has read the row's state before it moves on
   finish(step, s, row, is_valid ? key_id(key) : ~0u, d);
 }
 
