@@ -6,10 +6,10 @@
 
 Random weights of the named shapes, batch 1. Four measurements:
 
-step     GPU time of one replay of the captured pass of R tokens on top of a context, as a share of
-         the limit: every weight and the keys and values of the context, over the read bandwidth
-         measured in this run. Beside it the same pass through cuBLAS and SDPA, captured as well
-         (torch_model.py; it stops at the logits, ours goes on to the greedy token when R is 1).
+step     GPU time of one replay of the captured pass of R tokens on top of a context, up to its
+         logits, as a share of the limit: every weight and the keys and values of the context, over
+         the read bandwidth measured in this run. Beside it the same pass through cuBLAS and SDPA,
+         captured as well (torch_model.py).
 parts    every call that the step makes, noted while it runs and grouped by the matrix it reads:
          a chain of one group's calls alone, and the chain of all calls with that group left out.
          What leaving it out saves is what it costs in the step. At short contexts the keys of
