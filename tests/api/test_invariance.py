@@ -19,6 +19,7 @@ from tinydecode.weights import random_weights
 DEVICE = "cuda"
 MAX_POSITION = 8192
 VERIFY = 9  # rows of a pass that verifies eight drafted tokens
+WIDEST = 9  # rows of a batch
 MOST = 16  # tokens of a row that there are references for
 # Around every length at which a chunk of keys may end: powers of two, and 4096 plus 128 and 256,
 # since chunks are longer beyond (kernels/attention.cuh). Some passes start before an edge and end
@@ -62,11 +63,12 @@ def make_model(dtype: torch.dtype, **sizes: int) -> LlamaModel:
 class Row:
     """A sequence of cached keys and values and the tokens that follow, and what they must give."""
 
-    model: LlamaModel
+    alone: Engine  # of batch 1 and eager, with room for every context
     seed: int = 0
     known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by context
 
     def __post_init__(self) -> None:
+        self.model = self.alone.model
         config, device = self.model.config, self.model.device
         generator = torch.Generator(device).manual_seed(self.seed)
         layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
@@ -86,11 +88,10 @@ class Row:
     def expected(self, context: int) -> tuple[Tensor, Tensor]:
         """Logits [MOST, V] and the keys and values written, [2, L, K, MOST, D]."""
         if context not in self.known:
-            with Engine(self.model, max_seq_len=MAX_POSITION) as engine:
-                self.put(engine, context)
-                logits = [engine.step(token)[0] for token in self.tokens.split(1)]
-                self.known[context] = torch.stack(logits), self.written(engine, context)
-                assert torch.isfinite(self.known[context][0]).all()
+            self.put(self.alone, context)
+            logits = torch.stack([self.alone.step(token)[0] for token in self.tokens.split(1)])
+            assert torch.isfinite(logits).all()
+            self.known[context] = logits, self.written(self.alone, context)
         return self.known[context]
 
     def written(self, engine: Engine, context: int, row: int = 0, count: int = MOST) -> Tensor:
@@ -140,11 +141,18 @@ CASES = {
 
 
 @pytest.fixture(scope="module", params=CASES)
-def row(request: pytest.FixtureRequest) -> Row:
+def rows(request: pytest.FixtureRequest) -> list[Row]:
+    """As many rows as the widest batch has, of one model."""
     sizes = dict(CASES[request.param])
     model = make_model(sizes.pop("dtype"), **sizes)
     assert ops.fused_step(model.config, model.dtype, model.device) is not None
-    return Row(model)
+    alone = Engine(model, max_seq_len=MAX_POSITION)
+    return [Row(alone, seed) for seed in range(WIDEST)]
+
+
+@pytest.fixture
+def row(rows: list[Row]) -> Row:
+    return rows[0]
 
 
 def pass_sizes(model: LlamaModel) -> list[int]:
@@ -203,16 +211,15 @@ def test_max_seq_len(row: Row, how: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("how", ["eager", "graph"])
-@pytest.mark.parametrize(("batch", "size"), [(2, 1), (2, 4), (3, 3), (9, 1), (4, 2)])
+@pytest.mark.parametrize(("batch", "size"), [(2, 1), (2, 4), (3, 3), (WIDEST, 1), (4, 2)])
 @torch.inference_mode()
-def test_place_in_a_batch(row: Row, batch: int, size: int, how: str) -> None:
+def test_place_in_a_batch(rows: list[Row], batch: int, size: int, how: str) -> None:
     """Every row beside others of other lengths and contents, at every place."""
-    rows = [row, *(Row(row.model, seed) for seed in range(1, batch))]
-    with Engine(row.model, max_seq_len=4400, batch_size=batch) as engine:
+    with Engine(rows[0].model, max_seq_len=4400, batch_size=batch) as engine:
         if how == "graph":
             graphs.enable(engine)
         for turn in range(batch):
-            order = rows[turn:] + rows[:turn]
+            order = rows[turn:batch] + rows[:turn]
             contexts = [SOME_CONTEXTS[(turn * 3 + i) % len(SOME_CONTEXTS)] for i in range(batch)]
             for place, (one, context) in enumerate(zip(order, contexts, strict=True)):
                 one.put(engine, context, place)
@@ -263,7 +270,8 @@ def test_replays_back_to_back(row: Row) -> None:
 def test_capacity_and_run_on_the_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the torch path promises as well: neither the cache's size nor the run shows."""
     monkeypatch.setitem(globals(), "DEVICE", "cpu")
-    row = Row(make_model(dtype, **SIZES, num_attention_heads=6, num_key_value_heads=2, head_dim=64))
+    model = make_model(dtype, **SIZES, num_attention_heads=6, num_key_value_heads=2, head_dim=64)
+    row = Row(Engine(model, max_seq_len=1024))
     for context in (0, 1, 63, 64, 65, 127, 256, 513):
         for capacity in (context + MOST, 700, 700):
             with Engine(row.model, max_seq_len=capacity) as engine:
