@@ -10,6 +10,8 @@
 // multiprocessor at work; each is bound by its latency, not by the 0.5 MB it reads from L2.
 // Dependent launches rather than grid-wide barriers: the boundary costs the same and cannot hang.
 
+#include <type_traits>
+
 #include "sample_plan.cuh"
 
 namespace td {
