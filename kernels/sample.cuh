@@ -8,14 +8,14 @@
 //
 // and everything after that is integer: sums do not depend on the order of additions, cuts are
 // exact, and the same seed draws the same token however the work is split. Tokens are ranked by
-// (z descending, id ascending); top-k, top-p and min-p each keep a prefix of that ranking, so all of
-// them together keep one prefix, and a row's distribution is five numbers:
+// (z descending, id ascending); top-k, top-p and min-p each keep a prefix of that ranking, so all
+// of them together keep one prefix, and a row's distribution is a few numbers:
 //
 //   Distribution d;  p(token) = d.weight(z, id) / d.total    (0 past the cut)
 //
-// A uniform of 62 random bits and `scale_uniform` give a point in [0, total): the token whose weight
-// covers the point, in any fixed order of the tokens, is a draw. 62 bits over weights of 2^-42 draw
-// a token 20 nats down at its true rate, to one part in 10^4.
+// A uniform of 62 random bits and `scale_uniform` give a point in [0, total): the token whose
+// weight covers the point, in any fixed order of the tokens, is a draw. 62 bits over weights of
+// 2^-42 draw a token 20 nats down at its true rate, to one part in 10^4.
 #pragma once
 
 #include "common.cuh"
@@ -30,7 +30,8 @@ constexpr int kMaxStops = 32;                   // one lane each
 constexpr int kMaxLogprobs = 20;
 constexpr int kRingWords = 64;  // per step and row; see publish() in sample_choose.cu
 
-// Written by the host before a generation, read by every step; ops/ref_sample.py has the same layout.
+// Written by the host before a generation, read by every step. ops/ref_sample.py has the layout
+// too.
 struct SampleParams {
   Word seed;
   double top_p;                            // 1 and above: off

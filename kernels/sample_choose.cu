@@ -405,8 +405,9 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(Step step, SampleScrat
     __syncthreads();  // scratch is read by everyone before it is used again
     const float* z = s.z + static_cast<int64_t>(row) * s.padded;
     const Context c = {shared, params, z, s.vocab, max, params.temperature};
-    const Chosen chosen = choose(c, s, row, plan_uniform(params, step.rows, row, step.rows != nullptr),
-                                 step.needs_distribution || step.has_logprobs);
+    const PlanUniform draw = plan_uniform(params, step.rows, row, step.rows != nullptr);
+    const Chosen chosen =
+        choose(c, s, row, draw, step.needs_distribution || step.has_logprobs);
     key = chosen.key;
     d = chosen.distribution;
   }
