@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <memory>
@@ -67,6 +68,7 @@ struct Block {
   std::vector<Warp> warps;
   Barrier barriers[16];
   std::vector<Copy> copies;
+  std::vector<const uint64_t*> mbarriers;  // that have been set up
   unsigned held_warp = 0, held_visits = 0;  // a warp that does not run for so many visits
   std::vector<unsigned char> dynamic_shared;
   std::vector<unsigned char> static_shared;  // while another block is current
@@ -134,7 +136,16 @@ struct Mbarrier {
   }
 };
 
+// What lies in shared memory before the set-up may happen to look like a barrier that waits.
+void mbarrier_check(const uint64_t* word) {
+  const std::vector<const uint64_t*>& known = current_block->mbarriers;
+  if (std::find(known.begin(), known.end(), word) == known.end()) {
+    fail(nullptr, "mbarrier used before it was set up");
+  }
+}
+
 void mbarrier_update(uint64_t* word, unsigned arrived, uint32_t more_bytes) {
+  mbarrier_check(word);
   Mbarrier b = {*word};
   if (arrived > b.missing()) fail(nullptr, "mbarrier: more arrivals than it was made for");
   const unsigned missing = b.missing() - arrived, phase = b.word & 1;
@@ -394,6 +405,7 @@ void mbarrier_init(uint64_t* word, unsigned arrivals) {
   Mbarrier b;
   b.set(0, arrivals, arrivals, 0);
   *word = b.word;
+  current_block->mbarriers.push_back(word);
 }
 
 void mbarrier_arrive(uint64_t* word, uint32_t expected_bytes) {
@@ -401,6 +413,7 @@ void mbarrier_arrive(uint64_t* word, uint32_t expected_bytes) {
 }
 
 void mbarrier_wait(uint64_t* word, uint32_t parity) {
+  mbarrier_check(word);
   while ((*word & 1) == parity) wait_while_equal(word, *word, "mbarrier_wait");
 }
 

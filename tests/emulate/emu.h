@@ -2,10 +2,11 @@
 //
 // A fiber runs until it has to wait (barrier, warp operation, mbarrier) and the scheduler then
 // picks another; which one, which warp is held back for a while, how many blocks are resident, and
-// when asynchronous copies land follows from a seed. There is no preemption between those points, which makes a missing barrier show as
-// stale or poisoned data under some order rather than as a rare tear. What it finds: wrong indices,
-// missing and divergent barriers, deadlocks, data read before it was written or copied. What it
-// cannot find: memory-ordering bugs, bank conflicts, anything about speed.
+// when asynchronous copies land follows from a seed. There is no preemption between those points,
+// which makes a missing barrier show as stale or poisoned data under some order rather than as a
+// rare tear. What it finds: wrong indices, missing and divergent barriers, mbarriers used before
+// their set-up, deadlocks, data read before it was written or copied. What it cannot find:
+// memory-ordering bugs, bank conflicts, anything about speed.
 //
 // Shared memory, static and dynamic, is filled with 0xFF (NaN in every float type) when a block
 // starts. Errors end the launch: td_* entries return 719 and emu_error() says what happened.

@@ -122,12 +122,9 @@ def linear_runs() -> tuple[Callable[[], Tensor], Tensor]:
 
 
 def linear_mutations() -> list[tuple[str, int, str]]:
-    """What is taken out of linear.cu and linear.cuh: barriers among consumers, waits for a stage.
-
-    Not the barrier behind the set-up of the mbarriers: the emulator starts with thread 0, which
-    sets them up, so that its absence does not show there.
-    """
+    """What is taken out of linear.cu and linear.cuh: barriers, waits for a stage."""
     pieces = [
+        r"__syncthreads\(\);",
         r"named_barrier\(kConsumerBarrier, kConsumers\);",
         r"mbarrier_wait\(&header\.\w+\[slot\], parity\);",
     ]
