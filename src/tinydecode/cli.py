@@ -76,6 +76,10 @@ def _run(args: argparse.Namespace) -> int:
 
         _write(report() + "\n")
         return 0
+    if args.selfcheck:
+        from tinydecode.selfcheck import selfcheck
+
+        return 0 if selfcheck(args.device, lambda line: _write(line + "\n")) else EXIT_ERROR
     if (args.model is None) != args.demo:
         raise _UsageError("give either MODEL or --demo")
     is_chat = args.demo if args.chat is None else args.chat
@@ -83,6 +87,8 @@ def _run(args: argparse.Namespace) -> int:
         raise _UsageError("--system needs --chat")
     if args.logprobs is not None and not args.json:
         raise _UsageError("--logprobs needs --json")
+    if not (args.draft or args.ngram) and (args.k is not None or args.force_draft):
+        raise _UsageError("-k and --force-draft need --draft or --ngram")
     prompt = _read_prompt(args)
     path = _find_model(args)
     with _garbage_collection_off():
@@ -90,8 +96,9 @@ def _run(args: argparse.Namespace) -> int:
 
         tokenizer = Tokenizer(path)
         ids = _encode(tokenizer, prompt, is_chat, args.system)
+        draft = _load_draft(args, tokenizer) if args.draft else None
         model = _load_model(args, path)
-    return _generate(args, model, tokenizer, ids)
+    return _generate(args, model, draft, tokenizer, ids)
 
 
 def _read_prompt(args: argparse.Namespace) -> str:
@@ -149,8 +156,24 @@ def _load_model(args: argparse.Namespace, path: Path) -> LlamaModel:
         return load_hf(path, device=args.device, dtype=args.dtype, progress=bar)
 
 
+def _load_draft(args: argparse.Namespace, tokenizer: Tokenizer) -> LlamaModel:
+    """The draft model, its tokenizer compared first: that takes no time."""
+    from tinydecode.hub import resolve
+    from tinydecode.speculative import check_tokenizers
+    from tinydecode.tokenizer import Tokenizer
+
+    path = resolve(args.draft)
+    if not args.force_draft:
+        check_tokenizers(tokenizer, Tokenizer(path))
+    return _load_model(args, path)
+
+
 def _generate(
-    args: argparse.Namespace, model: LlamaModel, tokenizer: Tokenizer, prompt_ids: list[int]
+    args: argparse.Namespace,
+    model: LlamaModel,
+    draft: LlamaModel | None,
+    tokenizer: Tokenizer,
+    prompt_ids: list[int],
 ) -> int:
     """Run the model on the prompt and print what comes."""
     from tinydecode.engine import Engine
@@ -159,30 +182,46 @@ def _generate(
     if max_seq_len is None:  # the last token generated needs no slot
         needed = len(prompt_ids) + args.max_new_tokens - 1
         max_seq_len = min(needed, model.config.max_position_embeddings)
-    with Engine(model, max_seq_len=max_seq_len) as engine:
-        if model.device.type == "cuda":
-            from tinydecode import graphs
+    options: dict[str, Any] = {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+        "presence_penalty": args.presence_penalty,
+        "frequency_penalty": args.frequency_penalty,
+        "logit_bias": dict(args.logit_bias),
+        "banned_token_ids": args.ban,
+        "logprobs": args.logprobs,
+        "seed": args.seed,
+        "ignore_eos": args.ignore_eos,
+        "stop": args.stop,
+        "stop_token_ids": args.stop_token_id,
+        "tokenizer": tokenizer,
+    }
+    with contextlib.ExitStack() as stack:
 
-            graphs.enable(engine)
-        stream = engine.stream(
-            prompt_ids,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            repetition_penalty=args.repetition_penalty,
-            presence_penalty=args.presence_penalty,
-            frequency_penalty=args.frequency_penalty,
-            logit_bias=dict(args.logit_bias),
-            banned_token_ids=args.ban,
-            logprobs=args.logprobs,
-            seed=args.seed,
-            ignore_eos=args.ignore_eos,
-            stop=args.stop,
-            stop_token_ids=args.stop_token_id,
-            tokenizer=tokenizer,
-        )
+        def engine_of(which: LlamaModel, slots: int) -> Engine:
+            engine = stack.enter_context(Engine(which, max_seq_len=slots))
+            if which.device.type == "cuda":
+                from tinydecode import graphs
+
+                graphs.enable(engine)
+            return engine
+
+        engine = engine_of(model, max_seq_len)
+        if draft is None and not args.ngram:
+            stream = engine.stream(prompt_ids, **options)
+        else:
+            from tinydecode import speculative
+
+            drafter: speculative.Drafter = speculative.NgramDrafter()
+            if draft is not None:
+                slots = min(max_seq_len, draft.config.max_position_embeddings)
+                drafter = speculative.ModelDrafter(engine_of(draft, slots))
+            k: Any = "auto" if args.k is None else args.k
+            stream = speculative.stream(engine, drafter, prompt_ids, k, **options)
         return _print_stream(stream, prompt_ids, as_json=args.json)
 
 

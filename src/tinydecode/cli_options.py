@@ -20,6 +20,7 @@ EXAMPLES = """\
 examples:
   tinydecode-generate --demo -p "Why is the sky blue?"
   tinydecode-generate path/to/TinyLlama-1.1B-Chat-v1.0 --chat -p "Name three rivers." -n 64
+  tinydecode-generate path/to/Llama-3.2-3B --draft path/to/Llama-3.2-1B -k 5 -p "Once"
   git diff | tinydecode-generate path/to/model.gguf -p - --json
 
 exit codes:
@@ -32,6 +33,7 @@ exit codes:
 """
 
 SAMPLING_ORDER = "Applied in the order in which they stand here."
+K_HELP = "tokens drafted a round, 1 to 15, or auto: what pays [auto]"
 STOP_HELP = "end before this text; may be repeated"
 
 EXIT_USAGE = 2
@@ -87,6 +89,16 @@ def parser() -> argparse.ArgumentParser:
 
     _add_sampling(parser.add_argument_group("sampling", SAMPLING_ORDER))
 
+    group = parser.add_argument_group("speculation", "Faster; the text stays the model's own.")
+    drafts = group.add_mutually_exclusive_group()
+    drafts.add_argument("--draft", metavar="PATH", help="draft with this smaller model")
+    drafts.add_argument(
+        "--ngram", action="store_true", help="draft by copying from the text so far"
+    )
+    group.add_argument("-k", type=_draft_length, metavar="K", help=K_HELP)
+    group.add_argument("--force-draft", action="store_true", help="even if tokenizers differ")
+    group.add_argument("--selfcheck", action="store_true", help="prove exactness here, then exit")
+
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object: text, ids and statistics")
     add("--logprobs", type=_integer(0, 20), metavar="N", help="in --json: of N alternatives too")
@@ -135,6 +147,13 @@ def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
 
     parse.__name__ = "integer"
     return parse
+
+
+def _draft_length(text: str) -> int | str:
+    return "auto" if text == "auto" else _integer(1, 15)(text)
+
+
+_draft_length.__name__ = "K"
 
 
 def _bias(text: str) -> tuple[int, float]:
