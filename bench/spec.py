@@ -1,0 +1,222 @@
+"""Speculative decoding beside plain decoding, in the same run.
+
+    python bench/spec.py MODEL --draft SMALL -k 3 5 8 auto
+    python bench/spec.py MODEL --ngram -k 5 8 auto              # MODEL is a path or "demo"
+    python bench/spec.py --shape llama-3.1-8b --draft-shape llama-3.2-1b --accept 0.8 -k 4
+    python bench/spec.py --shape llama-3.1-8b --ngram --accept 0.8 -k 8
+    python bench/spec.py --tiny --ngram -k 3 5 auto             # runs anywhere
+
+Greedy, batch 1. With a real model the prompts are the texts of tests/data that lookup is meant for
+(code edit, JSON transform, quoted summary), and free prose. With `--accept P` each drafted token is
+right with probability P, whatever was drafted: the drafter works as ever, and its tokens are then
+replaced by the ones that plain decoding gave, or by others. Plain and speculative calls take turns;
+figures are of the median call. Records go to results/<card>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+import torch
+
+from tinydecode import Engine, LlamaModel, Tokenizer, graphs, load_hf, speculative
+from tinydecode.model import resolve_device
+from tinydecode.speculative import Call, Drafter, ModelDrafter, NgramDrafter, Proposal
+from tinydecode.speculative.stats import SpeculativeStats
+from tinydecode.weights import random_weights, resolve_dtype
+
+TEXTS = Path(__file__).parents[1] / "tests" / "data"
+FILE_SET = ("code_edit", "json_transform", "quoted_summary")
+PROSE = "The old lighthouse keeper climbed the stairs one last time, and when he reached the top he"
+
+
+class SyntheticDrafter:
+    """Right with probability P for each token; costs what the drafter inside costs.
+
+    Args:
+        inner: does the work; its tokens are thrown away.
+        text: prompt and what plain decoding gave after it.
+        rate: P.
+    """
+
+    def __init__(self, inner: Drafter, text: Sequence[int], rate: float, vocab_size: int) -> None:
+        self.is_free = inner.is_free
+        self._inner, self._text, self._rate, self._vocab = inner, list(text), rate, vocab_size
+        self._random = np.random.default_rng(0)
+
+    def begin(self, call: Call) -> None:
+        self._inner.begin(call)
+
+    def room(self, history_length: int) -> int:
+        return min(self._inner.room(history_length), len(self._text) - history_length)
+
+    def propose(self, history: Sequence[int], count: int) -> Proposal:
+        self._inner.propose(history, count)
+        right = self._text[len(history) : len(history) + count]
+        is_right = self._random.random(len(right)) < self._rate
+        wrong = [(token + 1) % self._vocab for token in right]
+        chosen = [a if good else b for a, b, good in zip(right, wrong, is_right, strict=True)]
+        return Proposal(chosen, None)
+
+
+def model_of(
+    path: str | None, shape: str | None, device: torch.device, dtype: str, seed: int = 0
+) -> LlamaModel:
+    """From files, or random weights of a shape."""
+    if path is not None:
+        return load_hf(path, device=device, dtype=dtype)
+    assert shape is not None
+    config = common.shape_config(shape)
+    name = "bfloat16" if device.type == "cuda" else "float32"
+    found = resolve_dtype(name if dtype == "auto" else dtype, ".", config)
+    return LlamaModel(config, random_weights(config, device=device, dtype=found, seed=seed))
+
+
+def engine_of(model: LlamaModel, max_seq_len: int) -> Engine:
+    engine = Engine(model, max_seq_len=min(max_seq_len, model.config.max_position_embeddings))
+    return graphs.enable(engine) if model.device.type == "cuda" else engine
+
+
+def measure(
+    engine: Engine, drafters: dict[str, Drafter], prompt: list[int], k: Any, new: int, runs: int
+) -> dict[str, dict[str, Any]]:
+    """Plain and speculative calls in turn; per drafter the figures of its median call."""
+    found: dict[str, list[SpeculativeStats]] = {name: [] for name in drafters}
+    plain: list[float] = []
+    expected, _ = engine.generate(prompt, new, ignore_eos=True)
+    for drafter in drafters.values():  # graphs are captured, libraries loaded
+        speculative.generate(engine, drafter, prompt, k, new, ignore_eos=True)
+    for _ in range(runs):
+        _, stats = engine.generate(prompt, new, ignore_eos=True)
+        assert stats.tok_s is not None
+        plain.append(stats.tok_s)
+        for name, drafter in drafters.items():
+            ids, spec = speculative.generate(engine, drafter, prompt, k, new, ignore_eos=True)
+            assert ids == expected, "speculation changed the text"
+            found[name].append(spec)
+    base = statistics.median(plain)
+    result = {}
+    for name, calls in found.items():
+        calls.sort(key=lambda stats: stats.tok_s or 0.0)
+        stats = calls[len(calls) // 2]
+        assert stats.tok_s is not None
+        passes = max(1, stats.target_passes)
+        total = 1e3 * (stats.step_times[-1] - stats.step_times[0]) / passes
+        draft, verify = 1e3 * stats.draft_s / passes, 1e3 * stats.verify_s / passes
+        result[name] = {
+            "acceptance": stats.acceptance_rate,
+            "tokens_per_pass": stats.tokens_per_pass,
+            "ms_per_round": total,
+            "draft_ms": draft,
+            "verify_ms": verify,
+            "rest_ms": total - draft - verify,
+            "tok_s": stats.tok_s,
+            "plain_tok_s": base,
+            "speedup": stats.tok_s / base,
+        }
+    return result
+
+
+def main() -> None:
+    """Measure, print a table, append the records."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("model", nargs="?", help='a model directory, a .gguf file, or "demo"')
+    parser.add_argument("--shape", choices=sorted(common.SHAPES), help="random weights instead")
+    parser.add_argument("--tiny", action="store_true", help="the same as --shape tiny")
+    parser.add_argument("--draft", help="a draft model")
+    parser.add_argument("--draft-shape", choices=sorted(common.SHAPES), help="random weights")
+    parser.add_argument("--ngram", action="store_true")
+    parser.add_argument("--accept", type=float, metavar="P", help="right with this probability")
+    parser.add_argument("-k", nargs="+", default=["3", "5", "8", "auto"])
+    parser.add_argument("--prompt", type=int, default=128, help="of random weights: prompt tokens")
+    parser.add_argument("--new", type=int, default=128, help="new tokens (default 128)")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--results", type=Path, default=common.RESULTS)
+    options = parser.parse_args()
+    shape = "tiny" if options.tiny else options.shape
+    if (options.model is None) == (shape is None):
+        parser.error("give a model or --shape, one of the two")
+    if not (options.draft or options.draft_shape or options.ngram):
+        parser.error("give --draft, --draft-shape or --ngram")
+
+    path = options.model
+    if path == "demo":
+        from tinydecode.demo import demo_model
+
+        path = str(demo_model())
+    device = resolve_device(options.device)
+    facts = common.machine_facts(device)
+    started = time.perf_counter()
+    model = model_of(path, shape, device, options.dtype)
+    if path is not None:
+        tokenizer = Tokenizer(path)
+        texts = {name: (TEXTS / f"{name}.txt").read_text() for name in FILE_SET}
+        texts["free prose"] = PROSE
+        prompts = {name: tokenizer.encode(text) for name, text in texts.items()}
+    else:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, model.config.vocab_size, (options.prompt,), generator=generator)
+        prompts = {"random": ids.tolist()}
+    slots = max(map(len, prompts.values())) + options.new
+    engine = engine_of(model, slots)
+    drafters: dict[str, Drafter] = {}
+    if options.ngram:
+        drafters["n-gram"] = NgramDrafter()
+    if options.draft or options.draft_shape:
+        draft = model_of(options.draft, options.draft_shape, device, options.dtype, seed=1)
+        drafters["model"] = ModelDrafter(engine_of(draft, slots))
+    print(f"loaded in {time.perf_counter() - started:.1f} s")
+
+    records: list[dict[str, Any]] = []
+    rows: list[list[str]] = []
+    for name, prompt in prompts.items():
+        used = drafters
+        if options.accept is not None:
+            text = prompt + engine.generate(prompt, options.new, ignore_eos=True)[0]
+            vocab = model.config.vocab_size
+            used = {
+                which: SyntheticDrafter(inner, text, options.accept, vocab)
+                for which, inner in drafters.items()
+            }
+        for word in options.k:
+            k = word if word == "auto" else int(word)
+            figures = measure(engine, used, prompt, k, options.new, options.runs)
+            for which, row in figures.items():
+                record = {"bench": "spec", "model": shape or Path(options.model).name}
+                record |= {"dtype": str(model.dtype).removeprefix("torch."), "prompt": name}
+                record |= {"drafter": which, "draft_model": options.draft or options.draft_shape}
+                record |= {"k": k, "accept": options.accept}
+                record |= {key: value and round(value, 4) for key, value in row.items()}
+                records.append(record)
+                rate = row["acceptance"]
+                rows.append(
+                    [name, which, word, "" if rate is None else f"{100 * rate:.0f}"]
+                    + [f"{row['tokens_per_pass']:.2f}", f"{row['ms_per_round']:.3f}"]
+                    + [f"{row['draft_ms']:.3f}", f"{row['verify_ms']:.3f}"]
+                    + [f"{row['rest_ms']:.3f}", f"{row['tok_s']:.1f}", f"{row['speedup']:.2f}"]
+                )
+                print(" | ".join(rows[-1]), flush=True)
+    header = ["prompt", "drafter", "k", "accepted %", "tokens/pass", "ms/round", "draft", "verify"]
+    print(f"\n{shape or options.model}, {facts['card']}, {facts['when']}")
+    print(common.markdown_table([*header, "rest", "tok/s", "x plain"], rows))
+    for which in drafters:
+        chosen = [r for r in records if r["drafter"] == which and r["prompt"] in FILE_SET]
+        if chosen:
+            by_k = {r["k"]: [x["speedup"] for x in chosen if x["k"] == r["k"]] for r in chosen}
+            for k, speedups in by_k.items():
+                mean = statistics.geometric_mean(speedups)
+                print(f"{which}, k {k}: {mean:.2f} times plain on the file set (geometric mean)")
+    print(f"records in {common.append_records(records, facts, options.results)}")
+
+
+if __name__ == "__main__":
+    main()
