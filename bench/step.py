@@ -206,7 +206,7 @@ def check_same_model(engine: Engine, beside: TorchModel, tokens: int) -> None:
     pairs.append((engine.model.chunk(more, engine.cache)[0], beside.step(more, tokens, tables)))
     for what, (ours, theirs) in zip(("prefill", "step"), pairs, strict=True):
         difference = float((ours - theirs.float()).norm() / ours.norm())
-        if not difference < 0.05:
+        if not difference < 0.2:  # 16 bits and many layers; another model's are 1.4 apart
             raise RuntimeError(f"{what}: torch's logits are {difference:.1%} apart from ours")
 
 
