@@ -73,13 +73,19 @@ TD_OP(linear_qkv)
 TD_OP(linear_add)
 TD_OP(linear_gate_up)
 TD_OP(linear_logits)
+TD_OP(embed)
 TD_OP(argmax)
 TD_OP(sample)
 TD_OP(distribution)
+TD_OP(ngram)
+TD_OP(draft_token)
+TD_OP(accept)
 TD_OP(read)
 TD_NUMBER(attention_workspace)
 TD_NUMBER(argmax_workspace)
 TD_NUMBER(sample_workspace)
+TD_NUMBER(ngram_workspace)
+TD_NUMBER(accept_workspace)
 TD_NUMBER(abi_version)
 TD_NUMBER(cuda_version)
 TD_NUMBER(driver_version)
@@ -109,12 +115,18 @@ PyMethodDef methods[] = {
     TD_ENTRY(linear_add),
     TD_ENTRY(linear_gate_up),
     TD_ENTRY(linear_logits),
+    TD_ENTRY(embed),
     TD_ENTRY(attention_workspace),
     TD_ENTRY(argmax),
     TD_ENTRY(argmax_workspace),
     TD_ENTRY(sample),
     TD_ENTRY(sample_workspace),
     TD_ENTRY(distribution),
+    TD_ENTRY(ngram),
+    TD_ENTRY(ngram_workspace),
+    TD_ENTRY(draft_token),
+    TD_ENTRY(accept),
+    TD_ENTRY(accept_workspace),
     TD_ENTRY(read),
     TD_ENTRY(abi_version),
     TD_ENTRY(cuda_version),

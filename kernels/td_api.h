@@ -22,7 +22,7 @@
 
 #include <stdint.h>
 
-#define TD_ABI_VERSION 2         // bump when a signature below changes
+#define TD_ABI_VERSION 3         // bump when a signature below changes
 #define TD_ATTENTION_CHUNK 64    // keys per attention partial; attention.cuh says why
 #define TD_ARGMAX_SPLITS 128     // partial maxima per row of logits; sample.cu
 
@@ -113,10 +113,15 @@ int td_linear_gate_up(const void* x, const void* norm, const void* weight, void*
                       int64_t hidden_size, int64_t intermediate_size, float eps, int dtype,
                       int device, void* stream);
 
-// logits = norm(x) weight^T in float32.   x [R, E]; weight [V, E]; logits float32 [R, V].
+// logits = norm(x) weight^T in float32; then the lengths grow by T, unless they are null.
+//   x [B, T, E]; weight [V, E]; logits float32 [B, T, V].
 int td_linear_logits(const void* x, const void* norm, const void* weight, float* logits,
-                     int64_t rows, int64_t hidden_size, int64_t vocab_size, float eps, int dtype,
-                     int device, void* stream);
+                     int32_t* seq_lens, int64_t batch, int64_t tokens, int64_t hidden_size,
+                     int64_t vocab_size, float eps, int dtype, int device, void* stream);
+
+// out[r] = table[ids[r]].   ids int64 [R], ids outside the table take its nearest row; table [V, E].
+int td_embed(const int64_t* ids, const void* table, void* out, int64_t rows, int64_t hidden_size,
+             int64_t vocab_size, int dtype, int device, void* stream);
 
 // token[b] = index of the largest logit of row b, the lowest one among equals; NaN is the smallest.
 //   logits [B, V] row stride logits_stride; token int64 [B]; nonfinite int32 [1] or null: set to 1
@@ -146,6 +151,36 @@ int64_t td_sample_workspace(int64_t batch, int64_t vocab_size);
 int td_distribution(const float* logits, const void* params, const float* bias, int32_t* counts,
                     void* workspace, int64_t rows, int64_t vocab_size, int dtype, int device,
                     void* stream);
+
+// The two ends of a speculative round. `state` is a RoundState of round.cuh; dtype is TD_FLOAT32.
+
+// draft[0 .. k-1] = the tokens that followed the longest suffix of the text, max_n to min_n tokens,
+// where it occurred before, most recently; state->proposed = k, or 0 if it did not.
+//   history int32 [capacity], state->length of them in use; draft int64 [k], k 1 to 15; max_n up to
+//   16. workspace: td_ngram_workspace bytes, 8-byte aligned, no preparation.
+int td_ngram(const int32_t* history, void* state, int64_t* draft, void* workspace, int64_t capacity,
+             int64_t k, int64_t max_n, int64_t min_n, int dtype, int device, void* stream);
+int64_t td_ngram_workspace(int64_t capacity);
+
+// token[0] = a draw from one row's distribution, the index-th of the round.
+//   params SampleParams; q: a td_distribution workspace of one row. workspace: td_accept_workspace.
+int td_draft_token(const void* params, const void* state, const void* q, int64_t* token,
+                   void* workspace, int64_t vocab_size, int64_t index, int dtype, int device,
+                   void* stream);
+
+// Accepts a prefix of the draft, draws the token after it, appends both to the text, and sets the
+// lengths: seq_lens to the text less its last token, draft_lens to one less.
+//   p: a td_distribution workspace of k + 1 rows; q: k of one row, q_stride bytes apart, or null: all
+//   mass on the drafted token. draft int64 [k], k 0 to 15; has_proposed: state->proposed says how
+//   many of them there are. history int32, room for k + 1 more; next int64 [1]: the text's last
+//   token; seq_lens, draft_lens (or null) int32 [1]; ring int64 [slots, 32], pinned or on the device.
+//   draft_vocab_size at most vocab_size. workspace: td_accept_workspace bytes, 8-byte aligned.
+int td_accept(const void* params, void* state, const void* p, const void* q, const int64_t* draft,
+              int32_t* history, int64_t* next, int32_t* seq_lens, int32_t* draft_lens, void* ring,
+              void* workspace, int64_t k, int64_t vocab_size, int64_t draft_vocab_size,
+              int64_t q_stride, int64_t has_proposed, int64_t slots, int dtype, int device,
+              void* stream);
+int64_t td_accept_workspace(int64_t vocab_size);
 
 // Reads all whole tiles of 32 KB of data (16-byte aligned); writes nothing. sink uint32 [1].
 int td_read(const void* data, int64_t bytes, void* sink, int device, void* stream);

@@ -167,3 +167,16 @@ def sample_tokens(
         has_filters=has_filters,
         has_logprobs=has_logprobs,
     )
+
+
+def round_ops(device: torch.device) -> ModuleType | None:
+    """The ends of a speculative round (`ref_round`) for a device; None on CUDA without kernels."""
+    from tinydecode.ops import ref_round
+
+    if device.type != "cuda":
+        return ref_round
+    if backend_name(is_cuda=True) != "fused":
+        return None
+    from tinydecode.ops import round as kernels
+
+    return kernels
