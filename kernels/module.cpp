@@ -73,7 +73,6 @@ TD_OP(linear_qkv)
 TD_OP(linear_add)
 TD_OP(linear_gate_up)
 TD_OP(linear_logits)
-TD_OP(embed)
 TD_OP(argmax)
 TD_OP(sample)
 TD_OP(distribution)
@@ -115,7 +114,6 @@ PyMethodDef methods[] = {
     TD_ENTRY(linear_add),
     TD_ENTRY(linear_gate_up),
     TD_ENTRY(linear_logits),
-    TD_ENTRY(embed),
     TD_ENTRY(attention_workspace),
     TD_ENTRY(argmax),
     TD_ENTRY(argmax_workspace),

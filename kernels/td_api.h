@@ -22,7 +22,7 @@
 
 #include <stdint.h>
 
-#define TD_ABI_VERSION 3         // bump when a signature below changes
+#define TD_ABI_VERSION 2         // bump when a signature below changes
 #define TD_ATTENTION_CHUNK 64    // keys per attention partial; attention.cuh says why
 #define TD_ARGMAX_SPLITS 128     // partial maxima per row of logits; sample.cu
 
@@ -113,15 +113,10 @@ int td_linear_gate_up(const void* x, const void* norm, const void* weight, void*
                       int64_t hidden_size, int64_t intermediate_size, float eps, int dtype,
                       int device, void* stream);
 
-// logits = norm(x) weight^T in float32; then the lengths grow by T, unless they are null.
-//   x [B, T, E]; weight [V, E]; logits float32 [B, T, V].
+// logits = norm(x) weight^T in float32.   x [R, E]; weight [V, E]; logits float32 [R, V].
 int td_linear_logits(const void* x, const void* norm, const void* weight, float* logits,
-                     int32_t* seq_lens, int64_t batch, int64_t tokens, int64_t hidden_size,
-                     int64_t vocab_size, float eps, int dtype, int device, void* stream);
-
-// out[r] = table[ids[r]].   ids int64 [R], ids outside the table take its nearest row; table [V, E].
-int td_embed(const int64_t* ids, const void* table, void* out, int64_t rows, int64_t hidden_size,
-             int64_t vocab_size, int dtype, int device, void* stream);
+                     int64_t rows, int64_t hidden_size, int64_t vocab_size, float eps, int dtype,
+                     int device, void* stream);
 
 // token[b] = index of the largest logit of row b, the lowest one among equals; NaN is the smallest.
 //   logits [B, V] row stride logits_stride; token int64 [B]; nonfinite int32 [1] or null: set to 1
