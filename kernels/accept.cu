@@ -63,6 +63,11 @@ struct Round {
   const int64_t* draft;        // [k]
   int k;
   int has_proposed;            // whether state->proposed tells how many of the k there are
+
+  // A draft whose logits were not finite drew nothing: its token was certain, like a copied one.
+  __device__ bool has_q(int row) const {
+    return q.base != nullptr && q[row].distribution->is_valid;
+  }
 };
 
 struct Verdict {
@@ -88,7 +93,7 @@ __device__ Verdict judge(const Round& r, Verdict* shared) {
       const Row p = r.p[lane];
       const uint32_t id = static_cast<uint32_t>(token);
       const double mine = p.distribution->is_valid ? p.probability(id) : 0.0;
-      const double theirs = r.q.base == nullptr ? 1.0 : r.q[lane].probability(id);
+      const double theirs = r.has_q(lane) ? r.q[lane].probability(id) : 1.0;
       const Word u = uniform62(r.params->seed, static_cast<Word>(state.draws),
                                static_cast<uint32_t>(lane), kAcceptToken);
       falls = !(unit(u) * theirs < mine);
@@ -122,8 +127,9 @@ struct Target {
 
 __device__ Target target_of(const Round& r, Verdict verdict) {
   const bool is_residual = verdict.stands < verdict.proposed;
-  Target target = {r.p[verdict.stands], is_residual, r.q.base != nullptr, {}, 0};
+  Target target = {r.p[verdict.stands], is_residual, false, {}, 0};
   if (is_residual) {
+    target.has_q = r.has_q(verdict.stands);
     target.drafted = static_cast<uint32_t>(r.draft[verdict.stands]);
     if (target.has_q) target.q = r.q[verdict.stands];
   }

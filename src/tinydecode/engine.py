@@ -75,6 +75,7 @@ class Engine:
         self.graphs: Graphs | None = None  # see graphs.enable
         self.samples_on_device = model.device.type == "cuda"  # else on the host, in float64
         self._sampler: DeviceSampler | None = None
+        self.rounds: dict[object, Any] = {}  # what speculative.device keeps, by drafter
 
     @property
     def cache(self) -> KVCache:
@@ -122,6 +123,9 @@ class Engine:
         if self.graphs is not None:
             self.graphs.close()
             self.graphs = None
+        for rounds in self.rounds.values():
+            rounds.close()
+        self.rounds.clear()
         self._cache = None
         self._sampler = None
 

@@ -106,8 +106,9 @@ def accept(
 ) -> None:
     """Accept a prefix of the draft, draw the token after it, append both to the text.
 
-    A draft ends with its first stop token and one token before the last of those that remain.
-    Nothing changes in a round after the end but the lengths, which the passes have advanced.
+    A draft ends with its first stop token and one token before the last of those that remain; a
+    row of it whose logits were not finite counts as one without a q. Nothing changes in a round
+    after the end but the lengths, which the passes have advanced.
 
     Args:
         params: as in `distribution`.
@@ -158,7 +159,7 @@ def _accept(
         token = tokens[stands]
         uniform = int(uniform62(fields.seed, draws, stands, _ACCEPT)) >> 9
         mine = _share(p[stands], token) if p[stands, -1] else 0.0
-        theirs = 1.0 if q is None else _share(q[stands], token)
+        theirs = 1.0 if q is None or not q[stands, -1] else _share(q[stands], token)
         if not uniform * 2.0**-53 * theirs < mine:
             break
         stands += 1
@@ -168,7 +169,7 @@ def _accept(
     token = 0
     if is_valid:
         weights = row[:-2]
-        if stands < proposed and q is None:
+        if stands < proposed and (q is None or not q[stands, -1]):
             weights = weights.clone()
             weights[tokens[stands]] = 0
         elif stands < proposed:

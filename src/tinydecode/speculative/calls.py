@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from tinydecode.engine import Engine
 from tinydecode.events import TokenEvent, TokenStream
 from tinydecode.sampling import SamplingParams
+from tinydecode.speculative import device
 from tinydecode.speculative.drafter import Drafter, ModelDrafter
 from tinydecode.speculative.length import MAX_LENGTH, AdaptiveLength, FixedLength
+from tinydecode.speculative.ngram import NgramDrafter
 from tinydecode.speculative.rounds import Rounds
 from tinydecode.speculative.stats import SpeculativeStats
 from tinydecode.token_loop import LogitsHook, run
@@ -99,7 +101,13 @@ def stream(
     call.stats = SpeculativeStats()
 
     def events() -> Iterator[TokenEvent]:
-        source = run(engine, call, lambda *_: Rounds(engine, call, drafter, length).steps())
+        rounds: Rounds | device.DeviceRounds
+        if device.fits(engine, drafter, call):
+            assert isinstance(drafter, (ModelDrafter, NgramDrafter))
+            rounds = device.DeviceRounds(engine, call, drafter, length)
+        else:
+            rounds = Rounds(engine, call, drafter, length)
+        source = run(engine, call, lambda *_: rounds.steps())
         with closing(source) as found:
             for _, event in found:
                 assert isinstance(call.stats, SpeculativeStats)

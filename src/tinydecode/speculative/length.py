@@ -5,6 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tinydecode.speculative.drafter import Drafter
 
 MAX_LENGTH = 15  # a verify pass of 16 rows is the largest that the fused step takes
 AUTO_LENGTHS = (1, 2, 3, 5, 8, 15)  # few, because on CUDA each is a captured pass of its own
@@ -15,6 +19,7 @@ class FixedLength:
 
     def __init__(self, count: int) -> None:
         self.longest = self.choice = count
+        self.lengths = (count,)
 
     def choose(self) -> int:
         """Tokens to draft next."""
@@ -46,7 +51,7 @@ class AdaptiveLength:
 
     def __init__(self, is_free: bool, lengths: Sequence[int] = AUTO_LENGTHS) -> None:
         self.longest = max(lengths)
-        self._lengths = tuple(lengths)
+        self.lengths = tuple(lengths)
         self._is_free = is_free
         self._hits = [0.0] * self.longest
         self._trials = [0.0] * self.longest
@@ -68,7 +73,7 @@ class AdaptiveLength:
         self._is_probe = False
         if self._passes in (2, 3) and not self._is_free:
             return 0  # speculation is judged by the time of a plain step
-        best = max(self._lengths, key=self._rate)
+        best = max(self.lengths, key=self._rate)
         if self._rate(best) >= self._MARGIN * self._rate(0):
             self._paused = 0
             return best
@@ -76,7 +81,7 @@ class AdaptiveLength:
         if not self._is_free and self._paused > self._pause:
             self._paused = 0
             self._is_probe = True
-            return self._lengths[min(1, len(self._lengths) - 1)]
+            return self.lengths[min(1, len(self.lengths) - 1)]
         return 0
 
     def ran(self, proposed: int, rows: int, draft_s: float, verify_s: float) -> None:
@@ -140,3 +145,40 @@ class AdaptiveLength:
             return known[below]
         share = (rows - below) / (above - below)
         return known[below] * (1 - share) + known[above] * share
+
+
+class Shadow:
+    """Drafts that are made to be counted only, while plain decoding is the choice.
+
+    Args:
+        length: learns from them.
+        drafter: makes them, at next to no cost.
+    """
+
+    def __init__(self, length: FixedLength | AdaptiveLength, drafter: Drafter) -> None:
+        self._length, self._drafter = length, drafter
+        self._pending: list[int] = []
+        self._stood = self._size = 0
+
+    def start(self, history: Sequence[int]) -> None:
+        """Draft after `history`, unless the last draft is still undecided."""
+        room = self._drafter.room(len(history))
+        if self._drafter.is_free and not self._pending and room >= 1:
+            size = min(self._length.longest, room)
+            self._pending = list(self._drafter.propose(history, size).tokens)
+            self._stood, self._size = 0, len(self._pending)
+
+    def drop(self) -> None:
+        """Forget the draft: something else decides."""
+        self._pending = []
+
+    def decide(self, token: int) -> None:
+        """Compare with the token that came."""
+        if not self._pending:
+            return
+        if token == self._pending.pop(0):
+            self._stood += 1
+            if self._pending:
+                return
+        self._length.judged(self._size, self._stood)
+        self._pending = []

@@ -27,7 +27,7 @@ from tinydecode.sampling import (
 from tinydecode.speculative import rule
 from tinydecode.speculative.drafter import Call as DraftCall
 from tinydecode.speculative.drafter import Drafter, Proposal, distribution
-from tinydecode.speculative.length import AdaptiveLength, FixedLength
+from tinydecode.speculative.length import AdaptiveLength, FixedLength, Shadow
 from tinydecode.speculative.stats import SpeculativeStats
 from tinydecode.token_loop import Call, Step, _check_generation, _hooked, _roll_back
 
@@ -91,8 +91,7 @@ class Rounds:
         call.stats.seed = None if call.params.is_greedy else seed
         self._random = np.random.Generator(np.random.Philox(seed))
         self._history = list(call.rows[0])
-        self._shadow: list[int] = []  # a draft made to be counted only, what is undecided of it
-        self._shadow_stood = self._shadow_size = 0
+        self._shadow = Shadow(length, drafter)
 
     @torch.inference_mode()
     def steps(self) -> Generator[Step, None, None]:
@@ -146,7 +145,7 @@ class Rounds:
             stats.accepted += accepted
             stats.accepted_counts.append(accepted)
             self._length.judged(len(draft), accepted)
-        self._decide_shadow(token)
+        self._shadow.decide(token)
         return block
 
     def _draft(self, left: int) -> Proposal:
@@ -158,29 +157,16 @@ class Rounds:
         wanted = self._length.choose()
         count = min(wanted, left - 1, room)
         if count < 1:
-            if wanted == 0 and self._drafter.is_free and not self._shadow and room >= 1:
-                size = min(self._length.longest, room)
-                self._shadow = list(self._drafter.propose(self._history, size).tokens)
-                self._shadow_stood, self._shadow_size = 0, len(self._shadow)
+            if wanted == 0:
+                self._shadow.start(self._history)
             return Proposal([], None)
-        self._shadow = []
+        self._shadow.drop()
         proposal = self._drafter.propose(self._history, count)
         for index, token in enumerate(proposal.tokens[:-1]):
             if token in self._call.stop_ids:  # the text ends here, or this token does not stand
                 q = proposal.q and proposal.q[: index + 1]
                 return Proposal(proposal.tokens[: index + 1], q)
         return proposal
-
-    def _decide_shadow(self, token: int) -> None:
-        """Compare a draft that was not verified with the token that came instead."""
-        if not self._shadow:
-            return
-        if token == self._shadow.pop(0):
-            self._shadow_stood += 1
-            if self._shadow:
-                return
-        self._length.judged(self._shadow_size, self._shadow_stood)
-        self._shadow = []
 
     def _rows(self, drafted: int) -> int:
         """Rows of the verify pass: captured passes come in the sizes of full drafts only."""
