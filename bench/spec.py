@@ -10,7 +10,9 @@ Greedy, batch 1. With a real model the prompts are the texts of tests/data that 
 (code edit, JSON transform, quoted summary), and free prose. With `--accept P` each drafted token is
 right with probability P, whatever was drafted: the drafter works as ever, and its tokens are then
 replaced by the ones that plain decoding gave, or by others. Plain and speculative calls take turns;
-figures are of the median call. Records go to results/<card>.json.
+figures are of the median call. On CUDA, "draft" and "verify" are the k draft steps and the verify
+pass measured alone, each as a graph, so "rest" is what the round adds to them; kernels of the round
+are measured alone too. Records go to results/<card>.json.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import common
-import numpy as np
 import torch
 
-from tinydecode import Engine, LlamaModel, Tokenizer, graphs, load_hf, speculative
+from tinydecode import Engine, LlamaModel, Tokenizer, graphs, load_hf, ops, speculative
 from tinydecode.model import resolve_device
-from tinydecode.speculative import Call, Drafter, ModelDrafter, NgramDrafter, Proposal
+from tinydecode.ops.ref_round import RING_WORDS
+from tinydecode.speculative import Drafter, ModelDrafter, NgramDrafter
+from tinydecode.speculative.scripted import ScriptedDrafter
 from tinydecode.speculative.stats import SpeculativeStats
 from tinydecode.weights import random_weights, resolve_dtype
 
@@ -37,33 +39,82 @@ FILE_SET = ("code_edit", "json_transform", "quoted_summary")
 PROSE = "The old lighthouse keeper climbed the stairs one last time, and when he reached the top he"
 
 
-class SyntheticDrafter:
-    """Right with probability P for each token; costs what the drafter inside costs.
+def gpu_parts(engine: Engine, drafter: Any, k: int, context: int) -> tuple[float, float]:
+    """Milliseconds of k draft steps and of one verify pass, each measured alone as a graph."""
 
-    Args:
-        inner: does the work; its tokens are thrown away.
-        text: prompt and what plain decoding gave after it.
-        rate: P.
-    """
+    def pass_of(which: Engine, rows: int) -> float:
+        assert which.graphs is not None
+        graphed = which.graphs.chunk(rows)
 
-    def __init__(self, inner: Drafter, text: Sequence[int], rate: float, vocab_size: int) -> None:
-        self.is_free = inner.is_free
-        self._inner, self._text, self._rate, self._vocab = inner, list(text), rate, vocab_size
-        self._random = np.random.default_rng(0)
+        def run() -> None:
+            which.cache.seq_lens.fill_(context)
+            graphed.replay()
 
-    def begin(self, call: Call) -> None:
-        self._inner.begin(call)
+        return 1e3 * common.median_gpu_seconds(run)
 
-    def room(self, history_length: int) -> int:
-        return min(self._inner.room(history_length), len(self._text) - history_length)
+    with torch.inference_mode():
+        inner = drafter.inner if isinstance(drafter, ScriptedDrafter) else drafter
+        draft = 0.0
+        if isinstance(inner, ModelDrafter):
+            draft = pass_of(inner.engine, 2) + (k - 1) * pass_of(inner.engine, 1)
+        return draft, pass_of(engine, k + 1)
 
-    def propose(self, history: Sequence[int], count: int) -> Proposal:
-        self._inner.propose(history, count)
-        right = self._text[len(history) : len(history) + count]
-        is_right = self._random.random(len(right)) < self._rate
-        wrong = [(token + 1) % self._vocab for token in right]
-        chosen = [a if good else b for a, b, good in zip(right, wrong, is_right, strict=True)]
-        return Proposal(chosen, None)
+
+def lookup_us(device: torch.device, length: int) -> float:
+    """Microseconds of an n-gram lookup over a text, alone, in a graph."""
+    found = ops.round_ops(device)
+    assert found is not None
+    state = torch.tensor([0, 0, 0, length, 1 << 40, 0], device=device)
+    text = torch.randint(0, 1000, (length,), dtype=torch.int32, device=device)
+    draft = torch.zeros(8, dtype=torch.int64, device=device)
+    run = common.graphed(lambda: found.ngram(text, state, draft, 3, 1))
+    return 1e6 * common.median_gpu_seconds(run)
+
+
+def accept_us(device: torch.device, k: int, vocab: int) -> float:
+    """Microseconds of a round's end, from logits to the host's ring, greedy, in a graph."""
+    found = ops.round_ops(device)
+    assert found is not None
+    start = torch.tensor([0, 0, 0, 10, 1 << 40, 0], device=device)
+    state = start.clone()
+    params = torch.zeros(4096, dtype=torch.uint8, device=device)  # temperature 0
+    logits = torch.randn(k + 1, vocab, device=device)
+    bias = torch.zeros(vocab, device=device)
+    counts = torch.zeros(k + 1, vocab, dtype=torch.int32, device=device)
+    p = found.workspace(k + 1, vocab, device)
+    draft = torch.zeros(k, dtype=torch.int64, device=device)
+    history = torch.zeros(4096, dtype=torch.int32, device=device)
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    lens = torch.zeros(1, dtype=torch.int32, device=device)
+    ring = torch.zeros(16, RING_WORDS, dtype=torch.int64).pin_memory()
+
+    def run() -> None:
+        found.distribution(logits, params, bias, counts, p)
+        found.accept(
+            *(params, state, p, None, draft, history, token, lens, None, ring),
+            vocab_size=vocab,
+            draft_vocab_size=vocab,
+            has_proposed=False,
+        )
+        state.copy_(start)  # one more tiny kernel: the text must not grow
+
+    return 1e6 * common.median_gpu_seconds(common.graphed(run))
+
+
+def kernel_times(device: torch.device, vocab: int, results: Path, facts: dict[str, str]) -> None:
+    """The kernels of a round alone."""
+    records: list[dict[str, Any]] = []
+    for length in (1024, 16 * 1024, 128 * 1024):
+        records.append({"op": "ngram", "size": f"{length} tokens", "us": lookup_us(device, length)})
+    for k in (4, 8):
+        size = f"k {k}, V {vocab}"
+        us = accept_us(device, k, vocab)
+        records.append({"op": "distribution + accept", "size": size, "us": us})
+    rows = [[record["op"], record["size"], f"{record['us']:.1f}"] for record in records]
+    print(common.markdown_table(["op", "size", "us"], rows))
+    for record in records:
+        record["us"] = round(record["us"], 2)
+    common.append_records([{"bench": "spec", **record} for record in records], facts, results)
 
 
 def model_of(
@@ -110,6 +161,8 @@ def measure(
         passes = max(1, stats.target_passes)
         total = 1e3 * (stats.step_times[-1] - stats.step_times[0]) / passes
         draft, verify = 1e3 * stats.draft_s / passes, 1e3 * stats.verify_s / passes
+        if engine.graphs is not None and k != "auto":
+            draft, verify = gpu_parts(engine, drafters[name], k, len(prompt) + new // 2)
         result[name] = {
             "acceptance": stats.acceptance_rate,
             "tokens_per_pass": stats.tokens_per_pass,
@@ -168,13 +221,15 @@ def main() -> None:
         prompts = {"random": ids.tolist()}
     slots = max(map(len, prompts.values())) + options.new
     engine = engine_of(model, slots)
-    drafters: dict[str, Drafter] = {}
+    drafters: dict[str, Any] = {}
     if options.ngram:
         drafters["n-gram"] = NgramDrafter()
     if options.draft or options.draft_shape:
         draft = model_of(options.draft, options.draft_shape, device, options.dtype, seed=1)
         drafters["model"] = ModelDrafter(engine_of(draft, slots))
     print(f"loaded in {time.perf_counter() - started:.1f} s")
+    if device.type == "cuda":
+        kernel_times(device, model.config.vocab_size, options.results, facts)
 
     records: list[dict[str, Any]] = []
     rows: list[list[str]] = []
@@ -184,7 +239,7 @@ def main() -> None:
             text = prompt + engine.generate(prompt, options.new, ignore_eos=True)[0]
             vocab = model.config.vocab_size
             used = {
-                which: SyntheticDrafter(inner, text, options.accept, vocab)
+                which: ScriptedDrafter(inner, text, options.accept, vocab)
                 for which, inner in drafters.items()
             }
         for word in options.k:

@@ -15,6 +15,7 @@ from tinydecode.speculative.drafter import Drafter, ModelDrafter
 from tinydecode.speculative.length import MAX_LENGTH, AdaptiveLength, FixedLength
 from tinydecode.speculative.ngram import NgramDrafter
 from tinydecode.speculative.rounds import Rounds
+from tinydecode.speculative.scripted import ScriptedDrafter
 from tinydecode.speculative.stats import SpeculativeStats
 from tinydecode.token_loop import LogitsHook, run
 
@@ -103,7 +104,7 @@ def stream(
     def events() -> Iterator[TokenEvent]:
         rounds: Rounds | device.DeviceRounds
         if device.fits(engine, drafter, call):
-            assert isinstance(drafter, (ModelDrafter, NgramDrafter))
+            assert isinstance(drafter, (ModelDrafter, NgramDrafter, ScriptedDrafter))
             rounds = device.DeviceRounds(engine, call, drafter, length)
         else:
             rounds = Rounds(engine, call, drafter, length)
@@ -123,7 +124,8 @@ def _check(engine: Engine, drafter: Drafter) -> None:
             f"speculative decoding serves batch_size 1, this engine has {engine.batch_size}; "
             "use Engine.generate for more rows"
         )
-    if isinstance(drafter, ModelDrafter) and drafter.engine is engine:
+    inner = drafter.inner if isinstance(drafter, ScriptedDrafter) else drafter
+    if isinstance(inner, ModelDrafter) and inner.engine is engine:
         raise ValueError("the draft needs an engine of its own, found the target's")
 
 

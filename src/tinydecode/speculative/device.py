@@ -1,36 +1,33 @@
 """The rounds on the device: each is one graph, launched ahead; the host only reads tokens.
 
 A round drafts, verifies, accepts, rolls back, appends to the text, and tells the host, without the
-host in between: text, lengths, random state and the end are in device memory. What a graph holds is
-`_run`; without graphs the same launches go out one by one, and on a CPU the twins run them.
+host in between: text, lengths, random state and the end are in device memory, in `Buffers`. Without
+graphs the same launches go out one by one, and on a CPU the twins run them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
-from types import ModuleType
+from collections.abc import Generator, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from tinydecode import graphs, ops
+from tinydecode import ops
 from tinydecode.device_sampler import Stages
 from tinydecode.engine import Engine
 from tinydecode.ops import ref_round
 from tinydecode.sampling import Choice, Sampler, non_finite_error
+from tinydecode.speculative.buffers import buffers_of
 from tinydecode.speculative.drafter import Call as DraftCall
 from tinydecode.speculative.drafter import Drafter, ModelDrafter
-from tinydecode.speculative.length import MAX_LENGTH, AdaptiveLength, FixedLength, Shadow
+from tinydecode.speculative.length import AdaptiveLength, FixedLength, Shadow
 from tinydecode.speculative.ngram import NgramDrafter
+from tinydecode.speculative.scripted import ScriptedDrafter
 from tinydecode.speculative.stats import SpeculativeStats
 from tinydecode.token_loop import Call, Step, _check_generation, _roll_back
 
 AHEAD = 2  # rounds launched beyond the one the host waits for
-SLOTS = 16  # rounds in the ring
-_MASK = 0xFFFFFFFF
-_SPINS, _NAP_S, _CHECK_S = 2000, 2e-5, 0.05
 
 
 def fits(engine: Engine, drafter: Drafter, call: Call) -> bool:
@@ -39,160 +36,11 @@ def fits(engine: Engine, drafter: Drafter, call: Call) -> bool:
         return False
     if call.params.has_penalties or call.params.logprobs is not None or call.hook is not None:
         return False  # penalties change from row to row of a round; the others need its logits
+    if isinstance(drafter, ScriptedDrafter):
+        drafter = drafter.inner
     if isinstance(drafter, NgramDrafter):
         return drafter.max_n <= ref_round.MAX_NGRAM
     return isinstance(drafter, ModelDrafter) and drafter.engine.model.device == engine.model.device
-
-
-class Buffers:
-    """Device memory and captured rounds of a target with one drafter.
-
-    Attributes:
-        history: int32 [capacity], the text.
-        state: int64 [6], see `ops.ref_round`.
-        block: int64 [16]: the text's last token, then the drafted ones.
-    """
-
-    def __init__(self, engine: Engine, drafter: ModelDrafter | NgramDrafter) -> None:
-        self._engine, self._drafter = engine, drafter
-        device = engine.model.device
-        found = ops.round_ops(device)
-        assert found is not None
-        self._ops: ModuleType = found
-        rows, vocab = MAX_LENGTH + 1, engine.model.config.vocab_size
-        self._vocab = self._draft_vocab = vocab
-        capacity = engine.max_seq_len + rows + 1
-        self.history = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self.state = torch.zeros(ref_round.STATE_WORDS, dtype=torch.int64, device=device)
-        self.block = torch.zeros(rows, dtype=torch.int64, device=device)
-        ring = torch.zeros(SLOTS, ref_round.RING_WORDS, dtype=torch.int64)
-        self._ring = ring.pin_memory() if device.type == "cuda" else ring
-        self._words = memoryview(self._ring.numpy().data).cast("B").cast("Q")
-        self._counts = torch.zeros(rows, vocab, dtype=torch.int32, device=device)  # never read
-        self._p: dict[int, Tensor] = {}
-        self._q: Tensor | None = None
-        if isinstance(drafter, ModelDrafter):
-            self._draft_vocab = min(vocab, drafter.engine.model.config.vocab_size)
-            one = self._ops.workspace(1, self._draft_vocab, device)
-            self._q = torch.zeros(MAX_LENGTH, one.numel(), dtype=one.dtype, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._last_tag = 0  # of all rounds launched so far
-
-    def prepare(self, lengths: list[int]) -> None:
-        """Allocate, and capture where the engine has graphs; no generation may be under way."""
-        for k in lengths:
-            if k not in self._p:
-                device = self._engine.model.device
-                self._p[k] = self._ops.workspace(k + 1, self._vocab, device)
-            fits_cache = k + 1 <= self._engine.max_seq_len
-            if self._engine.graphs is not None and k not in self._graphs and fits_cache:
-                # A round after an end changes nothing but lengths: that is what is warmed up.
-                self.state.zero_()
-                self.state[ref_round.IS_DONE] = 1
-                self.state[ref_round.LENGTH] = 2
-                if isinstance(self._drafter, ModelDrafter):
-                    self._drafter.engine.cache.seq_lens.zero_()
-
-                def run(k: int = k) -> Tensor:
-                    self._run(k)
-                    return self.block
-
-                self._graphs[k], _ = graphs._capture(self._engine.cache, k + 1, run)
-
-    def begin(self, text: list[int], remaining: int) -> int:
-        """Set text and state for a generation; returns the tag before the first round's."""
-        device = self._engine.model.device
-        tokens = torch.tensor(text, dtype=torch.int32).to(device, non_blocking=True)
-        self.history[: len(text)].copy_(tokens)
-        state = [0] * ref_round.STATE_WORDS
-        state[ref_round.ROUND] = self._last_tag
-        state[ref_round.LENGTH], state[ref_round.REMAINING] = len(text), remaining
-        self.state.copy_(torch.tensor(state), non_blocking=True)
-        self.block[:1].fill_(text[-1])
-        self._engine.cache.seq_lens.fill_(len(text) - 1)
-        return self._last_tag
-
-    def launch(self, k: int) -> None:
-        """One round that drafts k tokens, 0 for a plain step."""
-        self._last_tag += 1
-        if k in self._graphs:
-            self._graphs[k].replay()
-        else:
-            self._run(k)
-
-    def _run(self, k: int) -> None:
-        engine, ops_, drafter = self._engine, self._ops, self._drafter
-        params, bias = engine.sampler._state, engine.sampler._bias
-        draft = self.block[1 : k + 1]
-        q = draft_lens = None
-        if k and isinstance(drafter, NgramDrafter):
-            ops_.ngram(self.history, self.state, draft, drafter.max_n, drafter.min_n)
-        elif k and isinstance(drafter, ModelDrafter):
-            self._draft(drafter.engine, draft, params, bias)
-            assert self._q is not None
-            q, draft_lens = self._q[:k], drafter.engine.cache.seq_lens
-        logits = engine.model.chunk(self.block[None, : k + 1], engine.cache)[0]
-        ops_.distribution(logits, params, bias, self._counts[: k + 1], self._p[k])
-        ops_.accept(
-            *(params, self.state, self._p[k], q, draft, self.history, self.block[:1]),
-            *(engine.cache.seq_lens, draft_lens, self._ring),
-            vocab_size=self._vocab,
-            draft_vocab_size=self._draft_vocab,
-            has_proposed=isinstance(drafter, NgramDrafter) and k > 0,
-        )
-
-    def _draft(self, engine: Engine, draft: Tensor, params: Tensor, bias: Tensor) -> None:
-        """k passes of the draft model; the first takes the text's last two tokens.
-
-        Two, because after a fully accepted round its cache lacks one; where it does not, the slot
-        is written again with the same values.
-        """
-        assert self._q is not None
-        model, vocab = engine.model, self._draft_vocab
-        last_two = torch.arange(-2, 0, device=draft.device) + self.state[ref_round.LENGTH]
-        ids = self.history.index_select(0, last_two).long()
-        # A token that the draft does not have: it can only guess.
-        ids = ids.masked_fill(ids >= model.config.vocab_size, 0)
-        for index in range(draft.numel()):
-            logits = model.chunk(ids[None], engine.cache)[0, -1:, :vocab]
-            q = self._q[index]
-            out = q if q.dtype == torch.uint8 else q[None]
-            self._ops.distribution(logits, params, bias[:vocab], self._counts[:1, :vocab], out)
-            ids = draft[index : index + 1]
-            self._ops.draft_token(params, self.state, q, ids, index, vocab)
-
-    def read(self, tag: int) -> tuple[list[int], int, int, bool, int]:
-        """Wait for a round: (tokens, drafted that stand, proposed, no token possible, GPU ns)."""
-        tag &= _MASK
-        base = (tag % SLOTS) * ref_round.RING_WORDS
-        head = self._wait(base, tag)
-        tokens = [self._wait(base + 2 + index, tag) for index in range(head & 0xFF)]
-        while self._words[base + 1] >> 48 != tag & 0xFFFF:
-            time.sleep(_NAP_S)
-        clock = self._words[base + 1] & (2**48 - 1)
-        return tokens, head >> 8 & 0xFF, head >> 16 & 0xFF, bool(head >> 24), clock
-
-    def _wait(self, index: int, tag: int) -> int:
-        words = self._words
-        for _ in range(_SPINS):
-            if words[index] >> 32 == tag:
-                return words[index] & _MASK
-        checked = time.perf_counter()
-        while words[index] >> 32 != tag:
-            time.sleep(_NAP_S)
-            if time.perf_counter() - checked > _CHECK_S:
-                device = self._engine.model.device
-                is_idle = device.type != "cuda" or torch.cuda.current_stream(device).query()
-                if is_idle and words[index] >> 32 != tag:
-                    raise RuntimeError(f"the device finished without round {tag}")
-                checked = time.perf_counter()
-        return words[index] & _MASK
-
-    def close(self) -> None:
-        """Free the graphs and their memory."""
-        for graph in self._graphs.values():
-            graph.reset()
-        self._graphs.clear()
 
 
 class DeviceRounds:
@@ -202,15 +50,18 @@ class DeviceRounds:
         self,
         engine: Engine,
         call: Call,
-        drafter: ModelDrafter | NgramDrafter,
+        drafter: ModelDrafter | NgramDrafter | ScriptedDrafter,
         length: FixedLength | AdaptiveLength,
     ) -> None:
         assert isinstance(call.stats, SpeculativeStats)
+        self._script: Sequence[int] = ()
+        self._shadow = Shadow(length, drafter)
+        if isinstance(drafter, ScriptedDrafter):
+            self._script, drafter = drafter.script, drafter.inner
         self._engine, self._call, self._drafter, self._length = engine, call, drafter, length
         self._stats = call.stats
-        self._buffers = buffers_of(engine, drafter)
+        self._buffers = buffers_of(engine, drafter, bool(self._script))
         self._history = list(call.rows[0])
-        self._shadow = Shadow(length, drafter)
         self._in_flight: list[int] = []  # k of the rounds launched and not read
         self._draft_cached = 0  # tokens of the text that the draft's cache holds
         self._draft_generation: int | None = None  # of the draft's engine
@@ -225,7 +76,8 @@ class DeviceRounds:
         stages = Stages(not call.params.is_greedy, False)
         seed = Sampler(call.params).seed
         self._stats.seed = None if call.params.is_greedy else seed
-        self._buffers.prepare([0, *self._length.lengths])
+        picks_best = call.params.is_greedy and not call.params.has_bias
+        self._buffers.prepare([0, *self._length.lengths], picks_best)
         vocab = engine.model.config.vocab_size
         random = np.random.Generator(np.random.Philox(seed))
         self._drafter.begin(DraftCall(call.params, random, len(call.rows[0]), vocab))
@@ -241,7 +93,7 @@ class DeviceRounds:
             yield from self._yield([choices[0]], generation)
             self._begin_draft()
             left = call.limits[0] - 1
-            tag = self._buffers.begin(self._history, left)
+            tag = self._buffers.begin(self._history, left, self._script)
             while True:
                 self._launch(call.limits[0])
                 tag += 1
@@ -348,17 +200,3 @@ class DeviceRounds:
             stats.accepted += stands
             stats.accepted_counts.append(stands)
             self._length.judged(proposed, stands)
-
-
-def buffers_of(engine: Engine, drafter: ModelDrafter | NgramDrafter) -> Buffers:
-    """The buffers of a pair, kept with the engine until it is closed."""
-    key: object = (
-        ("ngram", drafter.max_n, drafter.min_n)
-        if isinstance(drafter, NgramDrafter)
-        else drafter.engine
-    )
-    if key not in engine.rounds:
-        engine.rounds[key] = Buffers(engine, drafter)
-    found = engine.rounds[key]
-    assert isinstance(found, Buffers)
-    return found
