@@ -1,4 +1,4 @@
-"""What the rounds on the device work with: their memory, their launches, and the captured graphs."""
+"""What the rounds on the device work with: memory, launches, and the captured graphs."""
 
 from __future__ import annotations
 
