@@ -16,6 +16,11 @@ ROW_TARGET = (2.0, 1.0, 0.0, -1.0)
 ROW_DRAFT = (0.0, 1.0, 2.0, -1.0)
 
 
+def _load(path: Path, device: str) -> LlamaModel:
+    """bfloat16 on a GPU: there a row's bits do not depend on how many rows a pass has."""
+    return load_hf(path, device=device, dtype="bfloat16" if device == "cuda" else "float32")
+
+
 def _directory() -> Path:
     return Path(mkdtemp(prefix="tinydecode-spec-"))
 
@@ -25,13 +30,13 @@ def markov(row: tuple[float, ...], device: str, vocab: int = 8) -> LlamaModel:
     """Every token is drawn from softmax(row), whatever came before; the rest is masked."""
     table = torch.full((vocab, vocab), MASKED)
     table[:, : len(row)] = torch.tensor(row)
-    return load_hf(write_markov(_directory(), table), device=device)
+    return _load(write_markov(_directory(), table), device)
 
 
 @cache
 def cycle(chain: tuple[int, ...], device: str, vocab: int = 512, **config: object) -> LlamaModel:
     """Greedy output is the chain."""
-    return load_hf(write_markov(_directory(), cycle_table(chain, vocab), **config), device=device)
+    return _load(write_markov(_directory(), cycle_table(chain, vocab), **config), device)
 
 
 @cache
@@ -51,7 +56,7 @@ def tiny(
 
     tensors = {name: resized(name, x) for name, x in tensors.items()}
     config["vocab_size"] = vocab
-    return load_hf(write_checkpoint(_directory(), config, tensors), device=device)
+    return _load(write_checkpoint(_directory(), config, tensors), device)
 
 
 def engine(model: LlamaModel, max_seq_len: int | None = None) -> Engine:

@@ -27,7 +27,7 @@ from tinydecode.speculative.scripted import ScriptedDrafter
 from tinydecode.speculative.stats import SpeculativeStats
 from tinydecode.token_loop import Call, Step, _check_generation, _roll_back
 
-AHEAD = 2  # rounds launched beyond the one the host waits for
+AHEAD = 1  # rounds launched beyond the one the host waits for: each is long
 
 
 def fits(engine: Engine, drafter: Drafter, call: Call) -> bool:
@@ -55,7 +55,7 @@ class DeviceRounds:
     ) -> None:
         assert isinstance(call.stats, SpeculativeStats)
         self._script: Sequence[int] = ()
-        self._shadow = Shadow(length, drafter)
+        self._shadow = Shadow(length, drafter, counts_misses=True)
         if isinstance(drafter, ScriptedDrafter):
             self._script, drafter = drafter.script, drafter.inner
         self._engine, self._call, self._drafter, self._length = engine, call, drafter, length
@@ -200,3 +200,5 @@ class DeviceRounds:
             stats.accepted += stands
             stats.accepted_counts.append(stands)
             self._length.judged(proposed, stands)
+        elif k and len(self._history) - len(self._call.rows[0]) + 1 < self._call.limits[0]:
+            self._length.judged(1, 0)  # nothing was found: the pass had its k + 1 rows all the same

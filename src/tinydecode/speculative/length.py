@@ -153,10 +153,18 @@ class Shadow:
     Args:
         length: learns from them.
         drafter: makes them, at next to no cost.
+        counts_misses: that there is nothing to draft counts as a token that fell, since a verify
+            pass would have had its rows anyway.
     """
 
-    def __init__(self, length: FixedLength | AdaptiveLength, drafter: Drafter) -> None:
+    def __init__(
+        self,
+        length: FixedLength | AdaptiveLength,
+        drafter: Drafter,
+        counts_misses: bool = False,
+    ) -> None:
         self._length, self._drafter = length, drafter
+        self._counts_misses = counts_misses
         self._pending: list[int] = []
         self._stood = self._size = 0
 
@@ -167,6 +175,8 @@ class Shadow:
             size = min(self._length.longest, room)
             self._pending = list(self._drafter.propose(history, size).tokens)
             self._stood, self._size = 0, len(self._pending)
+            if not self._pending and self._counts_misses:
+                self._length.judged(1, 0)
 
     def drop(self) -> None:
         """Forget the draft: something else decides."""
