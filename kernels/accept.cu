@@ -1,11 +1,11 @@
 // The accept rule of speculative decoding, and the draw of a drafted token.
 //
 // Rows of logits are given as the Distribution and the adjusted logits that td_distribution left:
-// integer weights of 42 bits over an exact total, zero past the filters' cut. Drafted token x of row
-// i stands if u q(x) < p(x); at the first that does not, the next token is drawn from (p - q)+, and
-// from the row after the last when all stand. A draft without a q had all its mass on its token.
-// Everything is decided in float64 and integers of 60 bits, so that twin and kernel agree bit for
-// bit, and a token 20 nats down is drawn at its rate.
+// integer weights of 42 bits over an exact total, zero past the filters' cut. Drafted token x of
+// row i stands if u q(x) < p(x); at the first that does not, the next token is drawn from (p - q)+,
+// and from the row after the last when all stand. A draft without a q had all its mass on its
+// token. Everything is decided in float64 and integers of 60 bits, so that twin and kernel agree
+// bit for bit, and a token 20 nats down is drawn at its rate.
 //
 // First launch: one block a slice of 1024 tokens. Each block decides how many drafted tokens stand
 // (k tests in one warp: cheaper than a launch and a round trip) and sums its slice of the weights
@@ -40,9 +40,9 @@ struct Row {
 };
 
 struct Rows {
-  const char* base;        // null: no such rows
-  int64_t stride;          // bytes from one row's workspace to the next; 0: one workspace for all
-  int64_t rows;            // in one workspace
+  const char* base;  // null: no such rows
+  int64_t stride;    // bytes from one row's workspace to the next; 0: one workspace for all
+  int64_t rows;      // in one workspace
   int vocab;
 
   __device__ Row operator[](int row) const {
@@ -62,7 +62,7 @@ struct Round {
   Rows p, q;                   // k + 1 rows; k rows or none
   const int64_t* draft;        // [k]
   int k;
-  int has_proposed;            // whether state->proposed tells how many of the k there are
+  int has_proposed;  // whether state->proposed tells how many of the k there are
 
   // A draft whose logits were not finite drew nothing: its token was certain, like a copied one.
   __device__ bool has_q(int row) const {
@@ -269,8 +269,8 @@ __global__ void __launch_bounds__(kThreads)
     const bool is_valid = target.p.distribution->is_valid;
     uint32_t token = 0;
     if (is_valid) {
-      const Word uniform = uniform62(r.params->seed, static_cast<Word>(r.state->draws), 0,
-                                     kDrawResidual);
+      const Word uniform =
+          uniform62(r.params->seed, static_cast<Word>(r.state->draws), 0, kDrawResidual);
       token = draw(target, sums, slices, uniform, scratch, &found, place);
     }
     __syncthreads();  // everyone has read the state before it moves on
@@ -341,9 +341,8 @@ int td_accept(const void* params, void* state, const void* p, const void* q, con
                            draft,
                            static_cast<int>(k),
                            static_cast<int>(has_proposed)};
-  const td::Result result = {history,    next,
-                             seq_lens,   draft_lens,
-                             static_cast<td::Word*>(ring), static_cast<int>(slots)};
+  const td::Result result = {
+      history, next, seq_lens, draft_lens, static_cast<td::Word*>(ring), static_cast<int>(slots)};
   const int slices = td::slices_of(vocab_size);
   auto* sums = static_cast<td::Word*>(workspace);
   td::Launcher launcher(device, stream);
@@ -366,9 +365,8 @@ int td_draft_token(const void* params, const void* state, const void* q, int64_t
   auto* sums = static_cast<td::Word*>(workspace);
   td::Launcher launcher(device, stream);
   launcher.run(td::draft_sums_kernel, dim3(static_cast<unsigned>(slices)), td::kThreads, row, sums);
-  launcher.run(td::draft_pick_kernel, dim3(1), td::kThreads,
-               static_cast<const td::SampleParams*>(params),
-               static_cast<const td::RoundState*>(state), row, sums, slices, token,
-               static_cast<int>(index));
+  launcher.run(
+      td::draft_pick_kernel, dim3(1), td::kThreads, static_cast<const td::SampleParams*>(params),
+      static_cast<const td::RoundState*>(state), row, sums, slices, token, static_cast<int>(index));
   return launcher.status();
 }

@@ -42,9 +42,12 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int64_t batch = row / a.heads / a.tokens;
   const int group = thread / kMergeLanes, lane = thread % kMergeLanes;
   const int first_dim = blockIdx.y * kMergeDims;
-  begin_kernel();
+  pdl_trigger();
+  // As in the split launch: nearly always right, and asked again.
+  int chunks = chunk_count(a, visible_keys(a, likely_length(a, batch), token));
+  pdl_wait();
+  const int confirmed = __ldcg(a.seq_lens + batch);
 
-  const int chunks = chunk_count(a, visible_keys(a, a.seq_lens[batch], token));
   const float2* stats = a.stats + row * a.chunks;
   const float* weighted = a.weighted + row * a.chunks * head_dim + first_dim + lane * 4;
   const auto load = [&](int i) {
@@ -54,12 +57,22 @@ __global__ void __launch_bounds__(kMergeThreads)
   // itself.
   float4 first_values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   float2 first_stat = make_float2(-INFINITY, 0.0f);
-  if (group < chunks) {
-    first_values = load(group);
-    first_stat = stats[group];
-  }
   float maximum = -INFINITY;
-  for (int i = thread % kWarpSize; i < chunks; i += kWarpSize) {
+  const auto load_first = [&] {
+    if (thread % kWarpSize < chunks) maximum = stats[thread % kWarpSize].x;
+    if (group < chunks) {
+      first_values = load(group);
+      first_stat = stats[group];
+    }
+  };
+  load_first();
+  const int likely_chunks = chunks;
+  chunks = chunk_count(a, visible_keys(a, confirmed, token));
+  if (chunks != likely_chunks) {
+    maximum = -INFINITY;
+    load_first();
+  }
+  for (int i = thread % kWarpSize + kWarpSize; i < chunks; i += kWarpSize) {
     maximum = stats[i].x > maximum ? stats[i].x : maximum;
   }
   maximum = warp_reduce(maximum, Max());

@@ -38,6 +38,12 @@ __device__ __forceinline__ int visible_keys(const AttentionArgs& a, int cached, 
   return keys < a.slots ? keys : a.slots;
 }
 
+// A row's length as it is before the predecessor has ended: right or not, within the cache.
+__device__ __forceinline__ int likely_length(const AttentionArgs& a, int64_t batch) {
+  const int cached = __ldcg(a.seq_lens + batch);
+  return cached < 0 ? 0 : cached < a.slots ? cached : a.slots - 1;
+}
+
 // Chunks that hold the first `keys` keys.
 __host__ __device__ __forceinline__ int chunk_count(const AttentionArgs& a, int keys) {
   if (keys <= a.long_from) return ceil_div(keys, kChunk);

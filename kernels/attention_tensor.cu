@@ -31,10 +31,12 @@ constexpr int kThreads = kWarps * kWarpSize;
 template <int kDim, bool kManyRows>
 constexpr int kRows = kManyRows && kDim < 256 ? 16 : 8;
 
-// Blocks that share an SM. Registers would allow 3 at 128 dimensions, at the price of spills and of a
-// last round of chunks for few blocks: 43 against 39 us at 32K keys (H200, 8 kv heads, 2026-11).
+// Blocks that share an SM. Registers would allow 3 at 128 dimensions, at the price of spills and of
+// a last round of chunks for few blocks: 43 against 39 us at 32K keys (H200, 8 kv heads, 2026-11).
 template <int kDim, bool kManyRows>
-constexpr int kBlocksPerSm = kDim > 64 ? 2 : kManyRows ? 3 : 4;
+constexpr int kBlocksPerSm = kDim > 64   ? 2
+                             : kManyRows ? 3
+                                         : 4;
 
 // The end of a chunk: the warps' partials become one, in shared memory.
 template <int kDim>
@@ -87,10 +89,13 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kDim, kManyRows>))
   meeting.stats = reinterpret_cast<float2*>(meeting.values + kWarps * rows * meeting.kPitch);
 
   pdl_trigger();
+  // Lengths change once a step, so the one found before the predecessor has ended is nearly always
+  // right. It decides what is brought into L2 and what is loaded first, and is asked again.
+  int cached = 0;
   if constexpr (kStartsEarly) {
-    // The length may be one of an earlier moment, and only decides what is brought into L2.
-    const int keys = visible_keys(a, __ldcg(a.seq_lens + batch), a.tokens - 1);
-    const int start = chunk_start(a, blockIdx.x), left = (keys - start) * kDim;
+    cached = likely_length(a, batch);
+    const int start = chunk_start(a, blockIdx.x);
+    const int left = (visible_keys(a, cached, a.tokens - 1) - start) * kDim;
     constexpr int kLine = 128 / sizeof(T);
     for (int i = threadIdx.x * kLine; i < kChunk * kDim && i < left; i += kThreads * kLine) {
       prefetch_l2(k_cache + static_cast<int64_t>(start) * kDim + i);
@@ -99,7 +104,8 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kDim, kManyRows>))
   }
   pdl_wait();
 
-  const int cached = __ldcg(a.seq_lens + batch);
+  const int confirmed = __ldcg(a.seq_lens + batch);
+  if constexpr (!kStartsEarly) cached = confirmed;
   const CachePolicy policy = evict_first();
 
   // A row of Q for each tile; rows that are not there are zero.
@@ -124,16 +130,19 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kDim, kManyRows>))
     }
   }
 
-  const int keys = visible_keys(a, cached, last_token);
-  const int seen_by_all = visible_keys(a, cached, first_token);
-  const int chunks = chunk_count(a, keys);
-  if (static_cast<int>(blockIdx.x) >= chunks) return;
+  int keys, seen_by_all, chunks;
   int visible[kTiles];  // keys that row g of the tile sees; rows that are not there see all
+  const auto look_at_length = [&] {
+    keys = visible_keys(a, cached, last_token);
+    seen_by_all = visible_keys(a, cached, first_token);
+    chunks = chunk_count(a, keys);
 #pragma unroll
-  for (int h = 0; h < kTiles; ++h) {
-    const int row = h * 8 + g;
-    visible[h] = row < rows ? visible_keys(a, cached, (first_row + row) / group_size) : keys;
-  }
+    for (int h = 0; h < kTiles; ++h) {
+      const int row = h * 8 + g;
+      visible[h] = row < rows ? visible_keys(a, cached, (first_row + row) / group_size) : keys;
+    }
+  };
+  look_at_length();
 
   // Loads 16 keys or values. Those past the end are read as the last key: nothing out there is
   // looked at.
@@ -174,10 +183,19 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kDim, kManyRows>))
   int chunk = blockIdx.x;
   int step = chunk_start(a, chunk);  // first key of the block's step
   bool chunk_begins = true;
-  if constexpr (kAhead) {
-    load_keys(step + warp * kTileKeys);
-    load_values(step + warp * kTileKeys);
+  const auto load_ahead = [&] {
+    if constexpr (kAhead) {
+      load_keys(step + warp * kTileKeys);
+      load_values(step + warp * kTileKeys);
+    }
+  };
+  load_ahead();
+  if (kStartsEarly && confirmed != cached) {
+    cached = confirmed;
+    look_at_length();
+    load_ahead();
   }
+  if (static_cast<int>(blockIdx.x) >= chunks) return;
   while (true) {
     const int first_key = step + warp * kTileKeys;
     int next_step = step + kChunk, next_chunk = chunk;

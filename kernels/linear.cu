@@ -7,27 +7,33 @@
 //
 // At these sizes the weights are all the traffic, so a kernel is a stream of weights with
 // arithmetic hanging off it. One block a multiprocessor; a block owns a contiguous range of tiles.
-// A tile is 8 weight rows (output features); a stage is 2048 columns of a tile. One producer warp
-// copies stages into a ring in shared memory, eight bulk copies of 4 KB each, and never looks at
-// activations: it fills the ring before this kernel's predecessor has finished, which hides most of
-// the dependency. Sixteen consumer warps share every stage, 32 columns at a time in turn, and
-// multiply on the tensor cores: the activations (up to 16 rows) are the A operand, the weights the
-// B operand of m16n8k16. Weights stay as they were stored, row by row. The warps' sums of a tile
-// are added in a fixed order by one of them, which then does the epilogue while the others go on.
+// A tile is 8 weight rows (output features); a stage is 2048 columns of a tile, 32 KB. One producer
+// warp copies stages into a ring in shared memory and never looks at activations: it fills the ring
+// before this kernel's predecessor has finished, which hides most of the dependency. Eight consumer
+// warps share every stage, 64 columns at a time in turn, and multiply on the tensor cores: the
+// activations (up to 16 rows) are the A operand, the weights the B operand of m16n8k16. A warp only
+// ever needs its own columns of the activations, which stay in registers where they fit. Weights
+// stay as they were stored, row by row. Two tiles at a time, the warps' sums are added in a fixed
+// order by one warp for each row of activations, which then does the epilogue while the others go
+// on.
 //
 // Which 8 rows make a tile is free, since every row has its own copy: q and k tiles take 4 features
 // and their 4 rotation partners, gate_up tiles 4 gate rows and their 4 up rows, so that every
 // epilogue finds what it needs in one place.
 //
 // The arithmetic of a row of activations depends on K alone: neither on how many rows there are,
-// nor on the grid, nor on the ring. Rows of A that are not there are zero and cost nothing.
+// nor on the grid, nor on the ring. Rows of A that are not there are zero.
+//
+// Kernels are kept short on the way that one row takes: between two uses of a kernel the weights of
+// a layer have gone through the caches, so much of its code is fetched anew every time.
 //
 // Bytes moved: the weights once. Limits: 1 to 16 rows; fp16 or bf16; K, and head_dim / 2 or the
 // number of features where they pair up, multiples of 8 and 4; 16-byte aligned pointers. Before
 // sm_90 the consumers load weights straight from global memory, with the same arithmetic; sm_80 is
 // the oldest with these tensor-core products.
 
-#include "linear.cuh"
+#include "linear_activations.cuh"
+#include "linear_ring.cuh"
 
 namespace td {
 namespace {
@@ -36,209 +42,226 @@ namespace {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-constexpr bool kHasBulkCopies = true;
-#else
-constexpr bool kHasBulkCopies = false;
-#endif
-
-// This block's tiles: contiguous, sizes differing by at most one.
-__device__ __forceinline__ int first_tile(const LinearArgs& a, int block) {
-  return static_cast<int>(static_cast<int64_t>(a.tiles) * block / gridDim.x);
-}
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-
-template <typename Head>
-__device__ __forceinline__ void init_ring(Head& header, int stages) {
-  for (int i = 0; i < stages; ++i) {
-    mbarrier_init(&header.full[i], 1);
-    mbarrier_init(&header.empty[i], kWarps);
-  }
-  mbarrier_init_fence();
-}
-
-template <typename T, Mode kMode, typename Head>
-__device__ __forceinline__ void produce(const LinearArgs& a, Head& header, unsigned char* ring) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int last = first_tile(a, blockIdx.x + 1);
-  int slot = 0;
-  uint32_t parity = 1;  // of the phase before the first, which counts as completed
-  for (int tile = first_tile(a, blockIdx.x); tile < last; ++tile) {
-    const T* row = nullptr;
-    if (lane < kTile) {
-      row = static_cast<const T*>(a.weight) +
-            static_cast<int64_t>(weight_row<kMode>(a, tile, lane)) * a.inputs;
-    }
-    for (int column = 0; column < a.inputs; column += kStageCols) {
-      const int left = a.inputs - column;
-      const uint32_t bytes = (left < kStageCols ? left : kStageCols) * sizeof(T);
-      mbarrier_wait(&header.empty[slot], parity);
-      if (lane == 0) mbarrier_expect(&header.full[slot], bytes * kTile);
-      __syncwarp();  // the barrier knows of the bytes before any can arrive
-      if (lane < kTile) {
-        bulk_copy(ring + slot * kStageBytes + lane * kPitch, row + column, bytes,
-                  &header.full[slot]);
-      }
-      if (++slot == a.stages) {
-        slot = 0;
-        parity ^= 1;
-      }
-    }
-  }
-}
-
-#else  // the consumers load for themselves
-
-template <typename Head>
-__device__ __forceinline__ void init_ring(Head&, int) {}
-
-template <typename T, Mode kMode, typename Head>
-__device__ __forceinline__ void produce(const LinearArgs&, Head&, unsigned char*) {}
-
-#endif
-
-template <typename T, Mode kMode, bool kManyRows, bool kShared>
-__device__ __forceinline__ void consume(const LinearArgs& a, Header<kManyRows ? 16 : 8>& header,
-                                        const unsigned char* x_shared, const unsigned char* ring) {
+template <typename T, Mode kMode, int kRows, bool kResident>
+__device__ __forceinline__ void consume(const LinearArgs& a, Header& header, unsigned char* work,
+                                        const unsigned char* ring, const NormPacks& norm) {
+  constexpr bool kNorm = kMode != Mode::kAdd, kPaired = kRows > 8;
+  constexpr int kHalves = kPaired ? 2 : 1;
+  constexpr int kWidth = kGroup * kTile;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int g = lane / 4, t = lane % 4;  // of the fragments: row or tile row, and pack
-  const int last = first_tile(a, blockIdx.x + 1);
+  const int rows = kRows == 1 ? 1 : a.rows;
+  const int begin = first_tile(a, blockIdx.x), last = first_tile(a, blockIdx.x + 1);
   const uint4 zero = make_uint4(0, 0, 0, 0);
-  int slot = 0, turn = 0;
-  uint32_t parity = 0;
+  const int out_j = lane % kTile, out_tile = lane % kWidth / kTile;
+  float* sums = reinterpret_cast<float*>(work);  // [R][kWarps][kWidth]
 
-  // Eight activations of row g or g + 8, zeros where there is no such row or column. A lane without
-  // a row reads another one's and drops it: no branch, and no traffic beyond what the others cause.
-  const auto activations = [&](int row, int column) {
-    const int present = row < a.rows ? row : 0;
-    uint4 x = zero;
-    if constexpr (kShared) {
-      x = *reinterpret_cast<const uint4*>(x_shared + present * a.x_pitch + column * sizeof(T));
-    } else if (column < a.inputs) {
-      x = __ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(a.x) +
-                                                static_cast<int64_t>(present) * a.inputs + column));
-    }
-    return row < a.rows ? x : zero;
-  };
-
-  for (int tile = first_tile(a, blockIdx.x); tile < last; ++tile, ++turn) {
-    const bool finishes = turn % kWarps == warp;
-    constexpr int kPasses = kManyRows ? 4 : 2;  // of four rows each in the epilogue
-    Early early[kPasses];
-    if (finishes) {
+  // The first outputs that this warp finishes, and what they need: positions change once a step,
+  // so what is found before the predecessor has ended is nearly always right, and is asked again.
+  constexpr int kFinishes = ceil_div(kRows, kWarps);  // rows of a warp, kWarps apart
+  const int first_turn = warp < rows ? 0 : warp - rows + 1;
+  const int first_row = warp < rows ? warp : rows - 1;
+  Early early[kFinishes];
+  int position[kFinishes] = {};
 #pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        early[i] = load_early<T, kMode>(a, tile, i * 4 + lane / kTile, lane % kTile);
+  for (int f = 0; f < kFinishes; ++f) {
+    const int tile = begin + first_turn * kGroup + out_tile, row = first_row + f * kWarps;
+    if (kMode == Mode::kQkv && tile < last && row < rows) {
+      early[f] = load_early<T, kMode>(a, tile, row, out_j);
+    }
+  }
+  uint4 resident[kResident ? kChunks : 1][kBlocks];
+  uint4 next[1][kBlocks];  // the activations of the next stage's columns
+  Stream<T, kNorm, kRows> stream(a, lane, warp);
+  pdl_wait();
+#pragma unroll
+  for (int f = 0; f < kFinishes; ++f) {
+    const int row = first_row + f * kWarps;
+    if (kMode == Mode::kQkv && row < rows) position[f] = row_position(a, row);
+  }
+  if (kMode == Mode::kLogits && blockIdx.x == 0 && static_cast<int>(threadIdx.x) < a.batch) {
+    a.advance[threadIdx.x] += a.tokens;  // every kernel that reads lengths is done
+  }
+  if constexpr (kResident) {
+    load_resident<T, kRows>(a, norm, header, work, resident);
+  } else {
+    if constexpr (kNorm) stream.find_scale(header);
+    if constexpr (!kPaired) stream.load(0, next);
+  }
+
+  const bool swaps = g % 2 != 0;
+  const unsigned char* own = ring + g * kPitch + warp * (kPairCols * 2) + t * kPackBytes;
+  Place place(0);
+  int turn = 0;
+#pragma unroll 1
+  for (int group = begin; group < last; group += kGroup, ++turn) {
+    const int tiles = last - group;  // kGroup or more, or what is left
+    // The row, and the one kWarps further on, whose outputs this warp finishes.
+    const int out_row = (warp + kWarps - turn % kWarps) % kWarps;
+    const bool there = lane < kWidth && out_tile < tiles;
+#pragma unroll
+    for (int f = 0; f < kFinishes; ++f) {
+      const int row = out_row + f * kWarps;
+      if (there && row < rows &&
+          (kMode == Mode::kAdd || (kMode == Mode::kQkv && turn > first_turn))) {
+        early[f] = load_early<T, kMode>(a, group + out_tile, row, out_j);
       }
     }
+    float even[kGroup][4] = {}, odd[kGroup][4] = {};  // two chains of dependent products
 
-    const T* direct = static_cast<const T*>(a.weight) +
-                      static_cast<int64_t>(weight_row<kMode>(a, tile, g)) * a.inputs;
-    float even[4] = {}, odd[4] = {};  // two chains of dependent products
-    for (int start = 0; start < a.inputs; start += kStageCols) {
-      const unsigned char* stage = ring + slot * kStageBytes + g * kPitch;
-      if constexpr (kHasBulkCopies) mbarrier_wait(&header.full[slot], parity);
-      const int first = warp * kBlockCols + t * 8;  // this lane's columns in the stage
-      const auto weights = [&](int offset) {
-        return kHasBulkCopies ? *reinterpret_cast<const uint4*>(stage + offset * sizeof(T))
-                              : *reinterpret_cast<const uint4*>(direct + start + offset);
-      };
-      // Which columns meet in a product is free as long as both operands agree: a lane's eight
-      // neighbouring columns serve two products, four columns each.
-      const auto multiply_block = [&](const uint4& w, const uint4& low, const uint4& high) {
-        multiply<T>(even, {low.x, high.x, low.y, high.y}, {w.x, w.y});
-        multiply<T>(odd, {low.z, high.z, low.w, high.w}, {w.z, w.w});
-      };
-      if (start + kStageCols <= a.inputs) {
-        constexpr int kBatch = 4;  // blocks whose reads are under way together
+    const auto multiply_stage = [&](int j, int start, const uint4(&low)[kBlocks],
+                                    const uint4(&high)[kBlocks], auto whole) {
+      constexpr bool kWhole = decltype(whole)::value;
+      if constexpr (kHasBulkCopies) mbarrier_wait(&header.full[place.slot], place.parity);
+      const unsigned char* stage = own + place.slot * kStageBytes;
+      const T* direct = static_cast<const T*>(a.weight) + start +
+                        static_cast<int64_t>(weight_row<kMode>(a, group + j, g)) * a.inputs;
+      constexpr int kBatch = 4;  // blocks whose reads are under way together
 #pragma unroll
-        for (int i = 0; i < kBlocks; i += kBatch) {
-          uint4 w[kBatch], low[kBatch], high[kBatch];
+      for (int b = 0; b < kBlocks; b += kBatch) {
+        uint4 w[kBatch];
+        if constexpr (kHasBulkCopies) {
 #pragma unroll
-          for (int k = 0; k < kBatch; ++k) {
-            const int offset = first + (i + k) * kWarps * kBlockCols;
-            w[k] = weights(offset);
-            low[k] = activations(g, start + offset);
-            high[k] = kManyRows ? activations(g + 8, start + offset) : zero;
+          for (int i = 0; i < kBatch; i += 2) {
+            // A row is a multiple of all banks long: neighbouring ones read different halves of
+            // the pair first, so that a quarter warp meets no bank twice.
+            const unsigned char* pair = stage + (b + i) / 2 * (kWarps * kPairCols * 2);
+            const uint4 first = *reinterpret_cast<const uint4*>(pair + (swaps ? 64 : 0));
+            const uint4 second = *reinterpret_cast<const uint4*>(pair + (swaps ? 0 : 64));
+            w[i] = make_uint4(swaps ? second.x : first.x, swaps ? second.y : first.y,
+                              swaps ? second.z : first.z, swaps ? second.w : first.w);
+            w[i + 1] = make_uint4(swaps ? first.x : second.x, swaps ? first.y : second.y,
+                                  swaps ? first.z : second.z, swaps ? first.w : second.w);
           }
-#pragma unroll
-          for (int k = 0; k < kBatch; ++k) multiply_block(w[k], low[k], high[k]);
         }
-      } else {
-#pragma unroll 1
-        for (int offset = first; start + offset - t * 8 < a.inputs; offset += kWarps * kBlockCols) {
-          const bool inside = start + offset < a.inputs;  // beyond: whatever the ring held before
-          multiply_block(inside ? weights(offset) : zero, activations(g, start + offset),
-                         kManyRows ? activations(g + 8, start + offset) : zero);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int column = block_column(warp, t, b + i);
+          const bool inside = kWhole || start + column < a.inputs;
+          if constexpr (!kHasBulkCopies) {
+            w[i] = inside ? *reinterpret_cast<const uint4*>(direct + column) : zero;
+          } else if (!inside) {
+            w[i] = zero;  // whatever the ring held before
+          }
+        }
+        // Which columns meet in a product is free as long as both operands agree: a lane's eight
+        // neighbouring columns serve two products, four columns each.
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const uint4& x = low[b + i];
+          if constexpr (kPaired) {
+            const uint4& y = high[b + i];
+            multiply<T>(even[j], {x.x, y.x, x.y, y.y}, {w[i].x, w[i].y});
+            multiply<T>(odd[j], {x.z, y.z, x.w, y.w}, {w[i].z, w[i].w});
+          } else {
+            // The lower rows of A are the first, the upper rows the second product's: of `even`
+            // the upper and of `odd` the lower sums mean nothing.
+            const uint32_t both[4] = {x.x, x.z, x.y, x.w};
+            multiply<T>(even[j], both, {w[i].x, w[i].y});
+            multiply<T>(odd[j], both, {w[i].z, w[i].w});
+          }
         }
       }
       if constexpr (kHasBulkCopies) {
+        // Without the fence the arrival may overtake reads that have been issued and not returned,
+        // and the next copy lands in them: seen on an H200 when the ring is full.
+        __threadfence_block();
         __syncwarp();  // every lane has read the stage
-        if (lane == 0) mbarrier_arrive(&header.empty[slot]);
-        if (++slot == a.stages) {
-          slot = 0;
-          parity ^= 1;
+        if (lane == 0) mbarrier_arrive(&header.empty[place.slot]);
+        place.next(a.stages);
+      }
+    };
+    const auto multiply_stages = [&](int start, const uint4(&low)[kBlocks],
+                                     const uint4(&high)[kBlocks]) {
+      if (start + kStageCols <= a.inputs) {
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+          if (j < tiles) multiply_stage(j, start, low, high, std::true_type{});
         }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+          if (j < tiles) multiply_stage(j, start, low, high, std::false_type{});
+        }
+      }
+    };
+    if constexpr (kResident) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        if (c * kStageCols < a.inputs) multiply_stages(c * kStageCols, resident[c], resident[c]);
+      }
+    } else {
+#pragma unroll 1
+      for (int start = 0; start < a.inputs; start += kStageCols) {
+        uint4 x[kHalves][kBlocks];
+        if constexpr (kPaired) {  // no registers for the next ones too
+          stream.load(start, x);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kBlocks; ++i) x[0][i] = next[0][i];
+          stream.load(start + kStageCols < a.inputs ? start + kStageCols : 0, next);
+        }
+        stream.prepare(start, x);
+        multiply_stages(start, x[0], x[kHalves - 1]);
       }
     }
 
-    auto& sums = header.sums[turn % 2];
-    *reinterpret_cast<float2*>(&sums[warp][g][t * 2]) =
-        make_float2(even[0] + odd[0], even[1] + odd[1]);
-    if (kManyRows) {
-      *reinterpret_cast<float2*>(&sums[warp][g + 8][t * 2]) =
-          make_float2(even[2] + odd[2], even[3] + odd[3]);
-    }
-    // The sums are there. It also says that the warp of the tile before last is done with its own,
-    // which this buffer's next user relies on.
-    named_barrier(kConsumerBarrier, kConsumers);
-    if (finishes) {
+    named_barrier(kConsumerBarrier, kConsumers);  // the work area is nobody's any more
 #pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        if (i * 4 >= a.rows) break;
-        const int row = i * 4 + lane / kTile, j = lane % kTile;
-        float sum = 0.0f;
-#pragma unroll
-        for (int other = 0; other < kWarps; ++other) sum += sums[other][row][j];
-        finish<T, kMode>(a, tile, row, j, sum, early[i]);
+    for (int j = 0; j < kGroup; ++j) {
+      const auto put = [&](int row, float x, float y) {
+        if (row >= rows) return;
+        *reinterpret_cast<float2*>(sums + (row * kWarps + warp) * kWidth + j * kTile + t * 2) =
+            make_float2(x, y);
+      };
+      if constexpr (kPaired) {
+        put(g, even[j][0] + odd[j][0], even[j][1] + odd[j][1]);
+        put(g + 8, even[j][2] + odd[j][2], even[j][3] + odd[j][3]);
+      } else {
+        put(g, even[j][0] + odd[j][2], even[j][1] + odd[j][3]);
       }
+    }
+    named_barrier(kConsumerBarrier, kConsumers);  // the sums are there
+#pragma unroll
+    for (int f = 0; f < kFinishes; ++f) {
+      const int row = out_row + f * kWarps;
+      if (row >= rows) break;
+      float parts[4] = {};
+      const float* of_row = sums + row * kWarps * kWidth + lane % kWidth;
+#pragma unroll
+      for (int other = 0; other < kWarps; ++other) parts[other % 4] += of_row[other * kWidth];
+      float sum = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+      if constexpr (kNorm && kLateScale<T>) sum *= norm_scale(a, header, row);
+      if (kMode == Mode::kQkv && turn == first_turn && there && early[f].position != position[f]) {
+        early[f] = load_early<T, kMode>(a, group + out_tile, row, out_j);  // it was an old one
+      }
+      finish<T, kMode>(a, group + out_tile, row, out_j, sum, early[f], there);
     }
   }
 }
 
-// kManyRows: more than 8. kShared: the activations fit into shared memory.
-template <typename T, Mode kMode, bool kManyRows, bool kShared>
+template <typename T, Mode kMode, int kRows, bool kResident>
 __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const __grid_constant__ LinearArgs a) {
   unsigned char* shared = dynamic_shared();
-  auto& header = *reinterpret_cast<Header<kManyRows ? 16 : 8>*>(shared);
-  unsigned char* x_shared = shared + sizeof header;
-  unsigned char* ring = x_shared + (a.rows * a.x_pitch + 127) / 128 * 128;
-  const int thread = threadIdx.x;
-
+  auto& header = *reinterpret_cast<Header*>(shared);
+  unsigned char* ring = shared + sizeof header;
+  unsigned char* work = ring + a.stages * kStageBytes;
   pdl_trigger();
-  if constexpr (kHasBulkCopies) {
-    if (thread == 0) init_ring(header, a.stages);
-  }
+  const bool produces = threadIdx.x >= kConsumers;
+  NormPacks norm;
+  if (kHasBulkCopies && produces) init_ring(header, a.stages);
+  if (kResident && !produces) norm = load_norm(a);
   __syncthreads();  // the barriers are there
-  if (thread >= kConsumers) {
+  if (produces) {
     if constexpr (kHasBulkCopies) produce<T, kMode>(a, header, ring);
     return;  // the consumers wait for the predecessor
   }
-  if constexpr (kMode != Mode::kAdd) {
-    const NormPacks norm = load_norm(a);  // weights too: nothing that runs before this writes them
-    pdl_wait();
-    load_normed_rows<T>(a, header, norm, x_shared);
-  } else {
-    pdl_wait();
-    if constexpr (kShared) load_rows(a, x_shared);
-  }
-  consume<T, kMode, kManyRows, kShared>(a, header, x_shared, ring);
+  consume<T, kMode, kRows, kResident>(a, header, work, ring, norm);
 }
 
 #else
 
-template <typename T, Mode kMode, bool kManyRows, bool kShared>
+template <typename T, Mode kMode, int kRows, bool kResident>
 __global__ void linear_kernel(const __grid_constant__ LinearArgs) {
 }  // never launched: see launch()
 
@@ -248,30 +271,21 @@ __global__ void linear_kernel(const __grid_constant__ LinearArgs) {
 
 constexpr int kOldest = 80;  // compute capability
 
-template <typename T, Mode kMode, bool kManyRows>
+template <typename T, Mode kMode, int kRows, bool kResident>
 int launch_kernel(Launcher& launcher, LinearArgs& a, int shared_limit) {
-  const auto fixed = [&] {
-    return static_cast<int>(sizeof(Header < kManyRows ? 16 : 8 >)) +
-           (a.rows * a.x_pitch + 127) / 128 * 128;
-  };
-  constexpr int kFewestStages = 2;
-  a.x_pitch = activation_pitch(a.inputs);
-  if (fixed() + kFewestStages * kStageBytes > shared_limit) {
-    if (kMode != Mode::kAdd) return cudaErrorInvalidValue;
-    a.x_pitch = 0;  // read where it lies, once a tile, through L2
-  }
-  const int room = (shared_limit - fixed()) / kStageBytes;
+  const int sums = a.rows * kWarps * kGroup * kTile * static_cast<int>(sizeof(float));
+  const int staged = kResident ? kWarps * kStagedRows * kStagedPitch : 0;
+  const int fixed = static_cast<int>(sizeof(Header)) + (sums > staged ? sums : staged);
+  const int room = (shared_limit - fixed) / kStageBytes;
   a.stages = room < kMaxStages ? room : kMaxStages;
   if (a.stages < 1) return cudaErrorInvalidValue;
-  const int blocks = launcher.multiprocessors();
-  const dim3 grid(static_cast<unsigned>(a.tiles < blocks ? a.tiles : blocks));
-  const int shared = fixed() + a.stages * kStageBytes;
-  if (kMode == Mode::kAdd && a.x_pitch == 0) {
-    launcher.run_with_shared(linear_kernel<T, kMode, kManyRows, kMode != Mode::kAdd>, grid,
-                             kThreads, shared, a);
-  } else {
-    launcher.run_with_shared(linear_kernel<T, kMode, kManyRows, true>, grid, kThreads, shared, a);
-  }
+  const int multiprocessors = launcher.multiprocessors();
+  const int blocks = a.tiles < multiprocessors ? a.tiles : multiprocessors;
+  a.per_block = a.tiles / blocks;
+  a.extra = a.tiles % blocks;
+  launcher.run_with_shared(linear_kernel<T, kMode, kRows, kResident>,
+                           dim3(static_cast<unsigned>(blocks)), kThreads,
+                           fixed + a.stages * kStageBytes, a);
   return launcher.status();
 }
 
@@ -280,15 +294,21 @@ int launch(LinearArgs& a, int dtype, int device, void* stream) {
   if (a.rows == 0 || a.tiles == 0) return cudaSuccess;
   if (a.rows < 0 || a.rows > kMaxRows || a.inputs % 8 != 0) return cudaErrorInvalidValue;
   if (dtype == TD_FLOAT32) return cudaErrorInvalidValue;
-  if (kMode != Mode::kAdd && a.inputs > kMaxHidden) return cudaErrorInvalidValue;
   Launcher launcher(device, stream);
   const int major = launcher.attribute(cudaDevAttrComputeCapabilityMajor);
   if (launcher.status() == cudaSuccess && major * 10 < kOldest) return cudaErrorInvalidValue;
   const int limit = launcher.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const auto with_type = [&](auto tag) -> int {
     using T = typename decltype(tag)::T;
-    return a.rows <= 8 ? launch_kernel<T, kMode, false>(launcher, a, limit)
-                       : launch_kernel<T, kMode, true>(launcher, a, limit);
+    if (a.rows > 8) return launch_kernel<T, kMode, 16, false>(launcher, a, limit);
+    if constexpr (kMode != Mode::kAdd) {
+      if (a.inputs <= kResidentCols) {
+        return a.rows == 1 ? launch_kernel<T, kMode, 1, true>(launcher, a, limit)
+                           : launch_kernel<T, kMode, 8, true>(launcher, a, limit);
+      }
+    }
+    return a.rows == 1 ? launch_kernel<T, kMode, 1, false>(launcher, a, limit)
+                       : launch_kernel<T, kMode, 8, false>(launcher, a, limit);
   };
   if (launcher.status() != cudaSuccess) return launcher.status();
   return dtype == TD_FLOAT16 ? with_type(Tag<__half>{}) : with_type(Tag<__nv_bfloat16>{});
@@ -311,7 +331,6 @@ LinearArgs basic_args(const void* x, const void* norm, const void* weight, void*
 
 }  // namespace
 }  // namespace td
-
 int td_linear_qkv(const void* x, const void* norm, const void* weight, const float* cos,
                   const float* sin, void* q, void* k_cache, void* v_cache, const int32_t* seq_lens,
                   int64_t batch, int64_t tokens, int64_t hidden_size, int64_t heads,
@@ -331,6 +350,7 @@ int td_linear_qkv(const void* x, const void* norm, const void* weight, const flo
   a.head_dim = static_cast<int>(head_dim);
   a.slots = static_cast<int>(slots);
   a.table_rows = static_cast<int>(table_rows);
+  a.per_head = td::divisor(head_dim / 8);
   return td::launch<td::Mode::kQkv>(a, dtype, device, stream);
 }
 
@@ -350,8 +370,12 @@ int td_linear_gate_up(const void* x, const void* norm, const void* weight, void*
 }
 
 int td_linear_logits(const void* x, const void* norm, const void* weight, float* logits,
-                     int64_t rows, int64_t hidden_size, int64_t vocab_size, float eps, int dtype,
-                     int device, void* stream) {
-  td::LinearArgs a = td::basic_args(x, norm, weight, logits, rows, hidden_size, vocab_size, eps);
+                     int32_t* seq_lens, int64_t batch, int64_t tokens, int64_t hidden_size,
+                     int64_t vocab_size, float eps, int dtype, int device, void* stream) {
+  td::LinearArgs a =
+      td::basic_args(x, norm, weight, logits, batch * tokens, hidden_size, vocab_size, eps);
+  a.advance = seq_lens;
+  a.batch = seq_lens == nullptr ? 0 : static_cast<int>(batch);
+  a.tokens = static_cast<int>(tokens);
   return td::launch<td::Mode::kLogits>(a, dtype, device, stream);
 }

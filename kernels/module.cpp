@@ -47,19 +47,19 @@ PyObject* call_entry(R (*entry)(P...), PyObject* const* args, Py_ssize_t count, 
   return convert_and_call(entry, args, count, std::index_sequence_for<P...>{}, finish);
 }
 
-#define TD_OP(name)                                                                  \
-  PyObject* name(PyObject*, PyObject* const* args, Py_ssize_t count) {               \
-    return call_entry(td_##name, args, count, [](int error) -> PyObject* {           \
-      if (error == 0) Py_RETURN_NONE;                                                \
-      return PyErr_Format(PyExc_RuntimeError, "td_" #name ": %s (cudaError %d)",     \
-                          td_error_string(error), error);                            \
-    });                                                                              \
+#define TD_OP(name)                                                              \
+  PyObject* name(PyObject*, PyObject* const* args, Py_ssize_t count) {           \
+    return call_entry(td_##name, args, count, [](int error) -> PyObject* {       \
+      if (error == 0) Py_RETURN_NONE;                                            \
+      return PyErr_Format(PyExc_RuntimeError, "td_" #name ": %s (cudaError %d)", \
+                          td_error_string(error), error);                        \
+    });                                                                          \
   }
 
-#define TD_NUMBER(name)                                                              \
-  PyObject* name(PyObject*, PyObject* const* args, Py_ssize_t count) {               \
-    return call_entry(td_##name, args, count,                                        \
-                      [](int64_t value) { return PyLong_FromLongLong(value); });     \
+#define TD_NUMBER(name)                                                          \
+  PyObject* name(PyObject*, PyObject* const* args, Py_ssize_t count) {           \
+    return call_entry(td_##name, args, count,                                    \
+                      [](int64_t value) { return PyLong_FromLongLong(value); }); \
   }
 
 TD_OP(rms_norm)
@@ -73,6 +73,7 @@ TD_OP(linear_qkv)
 TD_OP(linear_add)
 TD_OP(linear_gate_up)
 TD_OP(linear_logits)
+TD_OP(embed)
 TD_OP(argmax)
 TD_OP(sample)
 TD_OP(distribution)
@@ -114,6 +115,7 @@ PyMethodDef methods[] = {
     TD_ENTRY(linear_add),
     TD_ENTRY(linear_gate_up),
     TD_ENTRY(linear_logits),
+    TD_ENTRY(embed),
     TD_ENTRY(attention_workspace),
     TD_ENTRY(argmax),
     TD_ENTRY(argmax_workspace),

@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(kThreads)
   Word best = 0;
   for (int i = 0; i < 4; ++i) {
     // `end` is the index after the match: at least one token follows it there.
-    const int end = static_cast<int>(blockIdx.x) * kPlaces + i * kThreads +
-                    static_cast<int>(threadIdx.x) + 1;
+    const int end =
+        static_cast<int>(blockIdx.x) * kPlaces + i * kThreads + static_cast<int>(threadIdx.x) + 1;
     if (end >= length) break;
     int matched = 0;
     while (matched < max_n && matched < end && history[end - 1 - matched] == tail[matched]) {
@@ -45,12 +45,11 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) partials[blockIdx.x] = best;
 }
 
-__global__ void __launch_bounds__(kThreads)
-    ngram_copy_kernel(const int32_t* history,  // [capacity]
-                      RoundState* state,       // [1]
-                      const Word* partials,    // [blocks]
-                      int64_t* draft,          // [k]
-                      int blocks, int k) {
+__global__ void __launch_bounds__(kThreads) ngram_copy_kernel(const int32_t* history,  // [capacity]
+                                                              RoundState* state,       // [1]
+                                                              const Word* partials,    // [blocks]
+                                                              int64_t* draft,          // [k]
+                                                              int blocks, int k) {
   __shared__ Word scratch[kThreads / kWarpSize];
   begin_kernel();
   Word best = 0;
@@ -73,9 +72,8 @@ int64_t td_ngram_workspace(int64_t capacity) {
   return td::blocks_of(capacity) * static_cast<int64_t>(sizeof(td::Word));
 }
 
-int td_ngram(const int32_t* history, void* state, int64_t* draft, void* workspace,
-             int64_t capacity, int64_t k, int64_t max_n, int64_t min_n, int dtype, int device,
-             void* stream) {
+int td_ngram(const int32_t* history, void* state, int64_t* draft, void* workspace, int64_t capacity,
+             int64_t k, int64_t max_n, int64_t min_n, int dtype, int device, void* stream) {
   if (dtype != TD_FLOAT32 || capacity <= 0 || k < 1 || k > td::kMaxDraft || min_n < 1 ||
       max_n < min_n || max_n > td::kMaxNgram) {
     return cudaErrorInvalidValue;

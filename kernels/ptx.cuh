@@ -59,10 +59,10 @@ __device__ __forceinline__ CachePolicy evict_first() {
 // Global to shared, past L1. Both addresses 16-byte aligned.
 __device__ __forceinline__ void cp_async16(void* shared, const void* global, CachePolicy policy) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
-                   shared_address(shared)),
-               "l"(global), "l"(policy)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+      "l"(global), "l"(policy)
+      : "memory");
 #else
   *static_cast<uint4*>(shared) = __ldcs(static_cast<const uint4*>(global));
 #endif
@@ -162,11 +162,12 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
 
 // One contiguous region, global to shared, completing on an mbarrier. 16-byte multiples throughout.
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint32_t bytes,
-                                          uint64_t* barrier) {
+                                          uint64_t* barrier, CachePolicy policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1], "
+      "%2, [%3], %4;" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
 

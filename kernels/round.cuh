@@ -5,9 +5,9 @@
 
 namespace td {
 
-constexpr int kMaxDraft = 15;      // tokens drafted a round: a verify pass of 16 rows
-constexpr int kMaxNgram = 16;      // tokens of the longest suffix looked up
-constexpr int kRoundWords = 32;    // per round in the ring; see publish_round() in accept.cu
+constexpr int kMaxDraft = 15;    // tokens drafted a round: a verify pass of 16 rows
+constexpr int kMaxNgram = 16;    // tokens of the longest suffix looked up
+constexpr int kRoundWords = 32;  // per round in the ring; see publish_round() in accept.cu
 
 // Set by the host before a generation; ops/ref_round.py has the same layout.
 struct RoundState {

@@ -34,16 +34,16 @@ constexpr int kRingWords = 64;  // per step and row; see publish() in sample_cho
 // too.
 struct SampleParams {
   Word seed;
-  double top_p;                            // 1 and above: off
-  float temperature;                       // 0: greedy
-  float log_min_p;                         // -inf: off
-  float repetition, presence, frequency;   // 1, 0, 0: off
-  int32_t top_k;                           // 0: off
-  int32_t has_bias;                        // whether the bias row is read
-  int32_t has_counts;                      // whether the counts are read and kept
-  int32_t num_stops;                       // of `stops`
-  int32_t num_logprobs;                    // alternatives to report, where logprobs are
-  int32_t stops[kMaxStops];                // ids that end a row
+  double top_p;                           // 1 and above: off
+  float temperature;                      // 0: greedy
+  float log_min_p;                        // -inf: off
+  float repetition, presence, frequency;  // 1, 0, 0: off
+  int32_t top_k;                          // 0: off
+  int32_t has_bias;                       // whether the bias row is read
+  int32_t has_counts;                     // whether the counts are read and kept
+  int32_t num_stops;                      // of `stops`
+  int32_t num_logprobs;                   // alternatives to report, where logprobs are
+  int32_t stops[kMaxStops];               // ids that end a row
 };
 static_assert(sizeof(SampleParams) == 184, "ops/ref_sample.py writes this layout");
 
@@ -149,9 +149,8 @@ enum UniformUse : uint32_t { kDrawToken = 0, kAcceptToken = 1, kDrawResidual = 2
 
 // 62 random bits; `draws` counts the uniforms of a row so far.
 __device__ __forceinline__ Word uniform62(Word seed, Word draws, uint32_t row, UniformUse use) {
-  const uint4 r = philox(make_uint4(static_cast<uint32_t>(draws),
-                                    static_cast<uint32_t>(draws >> 32), row, use),
-                         seed);
+  const uint4 r = philox(
+      make_uint4(static_cast<uint32_t>(draws), static_cast<uint32_t>(draws >> 32), row, use), seed);
   return static_cast<Word>(r.x >> 1) << 31 | r.y >> 1;
 }
 
@@ -244,9 +243,9 @@ __device__ __forceinline__ void prefix_sums(Prefixes& out, const Word* mass, con
 
 // ---- scratch memory --------------------------------------------------------------------------
 
-constexpr int kFilterThreads = 256;          // of the kernels that go over the vocabulary
-constexpr int kSlice = 4 * kFilterThreads;   // tokens of one of their blocks, one load a thread
-constexpr int kListed = 2048;                // tokens the last kernel can rank in shared memory
+constexpr int kFilterThreads = 256;         // of the kernels that go over the vocabulary
+constexpr int kSlice = 4 * kFilterThreads;  // tokens of one of their blocks, one load a thread
+constexpr int kListed = 2048;               // tokens the last kernel can rank in shared memory
 
 // Pointers into the workspace; every row has its own part of each.
 struct SampleScratch {

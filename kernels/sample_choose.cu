@@ -16,8 +16,8 @@ constexpr int kPerThread = kListed / kThreads;
 
 struct Shared {
   Prefixes prefixes;
-  Word keys[kListed];  // the list, ranked; histogram of weights in a descent
-  Word sums[kListed];  // weights before each entry; scratch of the ranking
+  Word keys[kListed];     // the list, ranked; histogram of weights in a descent
+  Word sums[kListed];     // weights before each entry; scratch of the ranking
   uint32_t first[kBins];  // where a bin's tokens start in the list; histogram of counts
   Word scratch[kThreads / kWarpSize];
   Word answer[4];
@@ -98,8 +98,7 @@ __device__ void open_list(const Context& c, const Word* list, int count) {
     sum += weight[j];
     const int bin = bin_at(distance(key_value(shared.keys[i]), c.max, c.temperature));
     const bool starts =
-        i == 0 ||
-        bin != bin_at(distance(key_value(shared.keys[i - 1]), c.max, c.temperature));
+        i == 0 || bin != bin_at(distance(key_value(shared.keys[i - 1]), c.max, c.temperature));
     if (starts) shared.first[bin] = i;
   }
   __syncthreads();  // sums and starts are complete
@@ -125,8 +124,8 @@ template <bool kByRank>
 __device__ Ranked find_listed(const Context& c, int count, Word point) {
   Shared& shared = c.shared;
   for_each_entry(c, count, [&](const Ranked& entry, uint32_t rank) {
-    const bool is_it = kByRank ? rank == point
-                               : entry.before <= point && point - entry.before < entry.weight;
+    const bool is_it =
+        kByRank ? rank == point : entry.before <= point && point - entry.before < entry.weight;
     if (is_it) {
       shared.answer[0] = entry.key;
       shared.answer[1] = entry.weight;
@@ -336,10 +335,9 @@ __device__ void publish_logprobs(const Step& step, const SampleScratch& s, int r
   const float plain = static_cast<float>(logits[id] - log_sum);
   // Greedy keeps one token, whatever z holds.
   const Word weight = d.temperature == 0.0f ? (id == token ? d.total : 0) : d.weight(z[id], id);
-  const float sampled =
-      weight == 0 ? -INFINITY
-                  : static_cast<float>(log(static_cast<double>(weight)) -
-                                       log(static_cast<double>(d.total)));
+  const float sampled = weight == 0 ? -INFINITY
+                                    : static_cast<float>(log(static_cast<double>(weight)) -
+                                                         log(static_cast<double>(d.total)));
   Word* out = words + (i == 0 ? 1 : 1 + 3 * i);
   if (i != 0) publish(out, sequence, id);
   publish(out + 1, sequence, __float_as_uint(plain));
@@ -406,8 +404,7 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(Step step, SampleScrat
     const float* z = s.z + static_cast<int64_t>(row) * s.padded;
     const Context c = {shared, params, z, s.vocab, max, params.temperature};
     const PlanUniform draw = plan_uniform(params, step.rows, row, step.rows != nullptr);
-    const Chosen chosen =
-        choose(c, s, row, draw, step.needs_distribution || step.has_logprobs);
+    const Chosen chosen = choose(c, s, row, draw, step.needs_distribution || step.has_logprobs);
     key = chosen.key;
     d = chosen.distribution;
   }

@@ -69,10 +69,10 @@ __device__ __forceinline__ float adjusted(float z, int id, const SampleParams& p
 template <bool kAligned>
 __global__ void __launch_bounds__(kFilterThreads)
     adjust_kernel(const SampleParams* params,  // [1]
-                  const SampleRow* rows,          // [B] or null
-                  const float* logits,            // [B, V]
-                  const float* bias,              // [V]
-                  const int32_t* counts,          // [B, V]
+                  const SampleRow* rows,       // [B] or null
+                  const float* logits,         // [B, V]
+                  const float* bias,           // [V]
+                  const int32_t* counts,       // [B, V]
                   SampleScratch s, bool needs_histogram) {
   __shared__ Word scratch[kFilterThreads / kWarpSize];
   begin_kernel();

@@ -12,12 +12,12 @@ __device__ __forceinline__ Word nucleus_weight(double top_p, Word total) {
 }
 
 struct Plan {
-  int k_bin = -1;                   // holds the last token of top-k, somewhere inside it
-  int p_first = kBins, p_last = -1; // hold the edge of the nucleus
-  int m_bin = -1;                   // holds the min-p edge
-  int d_first = kBins, d_last = -1; // hold the drawn point
-  Word k_total;                     // weight left by top-k, unless k_bin has to tell
-  uint32_t listed = 0;              // tokens in all these bins
+  int k_bin = -1;                    // holds the last token of top-k, somewhere inside it
+  int p_first = kBins, p_last = -1;  // hold the edge of the nucleus
+  int m_bin = -1;                    // holds the min-p edge
+  int d_first = kBins, d_last = -1;  // hold the drawn point
+  Word k_total;                      // weight left by top-k, unless k_bin has to tell
+  uint32_t listed = 0;               // tokens in all these bins
 
   __device__ bool marks(int bin) const {
     return bin == k_bin || bin == m_bin || (bin >= p_first && bin <= p_last) ||

@@ -22,9 +22,9 @@
 
 #include <stdint.h>
 
-#define TD_ABI_VERSION 2         // bump when a signature below changes
-#define TD_ATTENTION_CHUNK 64    // keys per attention partial; attention.cuh says why
-#define TD_ARGMAX_SPLITS 128     // partial maxima per row of logits; sample.cu
+#define TD_ABI_VERSION 3       // bump when a signature below changes
+#define TD_ATTENTION_CHUNK 64  // keys per attention partial; attention.cuh says why
+#define TD_ARGMAX_SPLITS 128   // partial maxima per row of logits; sample.cu
 
 enum TdDtype { TD_FLOAT32 = 0, TD_FLOAT16 = 1, TD_BFLOAT16 = 2 };
 
@@ -113,10 +113,16 @@ int td_linear_gate_up(const void* x, const void* norm, const void* weight, void*
                       int64_t hidden_size, int64_t intermediate_size, float eps, int dtype,
                       int device, void* stream);
 
-// logits = norm(x) weight^T in float32.   x [R, E]; weight [V, E]; logits float32 [R, V].
+// logits = norm(x) weight^T in float32; then the lengths grow by T, unless they are null.
+//   x [B, T, E]; weight [V, E]; logits float32 [B, T, V].
 int td_linear_logits(const void* x, const void* norm, const void* weight, float* logits,
-                     int64_t rows, int64_t hidden_size, int64_t vocab_size, float eps, int dtype,
-                     int device, void* stream);
+                     int32_t* seq_lens, int64_t batch, int64_t tokens, int64_t hidden_size,
+                     int64_t vocab_size, float eps, int dtype, int device, void* stream);
+
+// out[r] = table[ids[r]].   ids int64 [R], ids outside the table take its nearest row; table [V,
+// E].
+int td_embed(const int64_t* ids, const void* table, void* out, int64_t rows, int64_t hidden_size,
+             int64_t vocab_size, int dtype, int device, void* stream);
 
 // token[b] = index of the largest logit of row b, the lowest one among equals; NaN is the smallest.
 //   logits [B, V] row stride logits_stride; token int64 [B]; nonfinite int32 [1] or null: set to 1
@@ -165,11 +171,12 @@ int td_draft_token(const void* params, const void* state, const void* q, int64_t
 
 // Accepts a prefix of the draft, draws the token after it, appends both to the text, and sets the
 // lengths: seq_lens to the text less its last token, draft_lens to one less.
-//   p: a td_distribution workspace of k + 1 rows; q: k of one row, q_stride bytes apart, or null: all
-//   mass on the drafted token. draft int64 [k], k 0 to 15; has_proposed: state->proposed says how
-//   many of them there are. history int32, room for k + 1 more; next int64 [1]: the text's last
-//   token; seq_lens, draft_lens (or null) int32 [1]; ring int64 [slots, 32], pinned or on the device.
-//   draft_vocab_size at most vocab_size. workspace: td_accept_workspace bytes, 8-byte aligned.
+//   p: a td_distribution workspace of k + 1 rows; q: k of one row, q_stride bytes apart, or null:
+//   all mass on the drafted token. draft int64 [k], k 0 to 15; has_proposed: state->proposed says
+//   how many of them there are. history int32, room for k + 1 more; next int64 [1]: the text's last
+//   token; seq_lens, draft_lens (or null) int32 [1]; ring int64 [slots, 32], pinned or on the
+//   device. draft_vocab_size at most vocab_size. workspace: td_accept_workspace bytes, 8-byte
+//   aligned.
 int td_accept(const void* params, void* state, const void* p, const void* q, const int64_t* draft,
               int32_t* history, int64_t* next, int32_t* seq_lens, int32_t* draft_lens, void* ring,
               void* workspace, int64_t k, int64_t vocab_size, int64_t draft_vocab_size,

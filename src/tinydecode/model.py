@@ -76,20 +76,21 @@ class LlamaModel:
         """
         step = ops.fused_step(self.config, self.dtype, self.device)
         if step is not None and token_ids.numel() <= step.MAX_ROWS:
-            logits = self._fused_chunk(step, token_ids, cache)
-        else:
-            logits = self._logits(self._forward(token_ids, cache, is_prefill=False))
+            return self._fused_chunk(step, token_ids, cache)
+        logits = self._logits(self._forward(token_ids, cache, is_prefill=False))
         cache.seq_lens.add_(token_ids.shape[1])
         return logits
 
     def _fused_chunk(self, step: ModuleType, token_ids: Tensor, cache: KVCache) -> Tensor:
         """`chunk` with everything around the five stages of a layer fused into them.
 
+        Advances seq_lens too.
+
         The same arithmetic as `_forward`, with fewer roundings on the way.
         """
         config, weights = self.config, self.weights
         eps, heads = config.rms_norm_eps, config.num_attention_heads
-        residual = F.embedding(token_ids, weights.embed_tokens)  # [B, T, E]
+        residual = step.embed(token_ids.contiguous(), weights.embed_tokens)  # [B, T, E]
         for index, layer in enumerate(weights.layers):
             k_cache, v_cache = cache.layer(index)
             q = step.linear_qkv(
@@ -102,7 +103,9 @@ class LlamaModel:
                 residual, layer.post_attention_layernorm, layer.gate_up_proj, eps
             )
             step.linear_add(activated, layer.down_proj, residual)
-        logits: Tensor = step.linear_logits(residual, weights.norm, weights.lm_head, eps)
+        logits: Tensor = step.linear_logits(
+            residual, weights.norm, weights.lm_head, eps, cache.seq_lens
+        )
         return logits
 
     def _forward(self, token_ids: Tensor, cache: KVCache, *, is_prefill: bool) -> Tensor:

@@ -100,7 +100,8 @@ __global__ void ring_kernel(const int* in, int* out, int tiles) {
       if (lane == 0) {
         mbarrier_wait(&empty[stage], parity ^ 1);
         mbarrier_expect(&full[stage], sizeof ring[stage]);
-        bulk_copy(ring[stage], in + tile * kTile, sizeof ring[stage], &full[stage]);
+        bulk_copy(ring[stage], in + tile * kTile, sizeof ring[stage], &full[stage],
+                  evict_first());
       }
     } else {
       if (kWait) mbarrier_wait(&full[stage], parity);

@@ -189,7 +189,7 @@ def test_long_contexts() -> None:
 
 def test_a_wrong_launch_raises_and_the_next_works() -> None:
     x = torch.randn(4, 64, device="cuda")
-    entry = cuda._module().rms_norm
+    entry = cuda.native().rms_norm
     with pytest.raises(RuntimeError, match="td_rms_norm: invalid argument"):
         entry(0, 0, 0, 1, 64, 64, 1e-5, 7, 0, 0)  # no such dtype
     with pytest.raises(TypeError, match="expected 10 arguments, found 1"):

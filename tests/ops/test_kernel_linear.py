@@ -49,7 +49,8 @@ def test_linear_add(bench, dtype: torch.dtype, rows: int, inputs: int, outputs: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "hidden", "width"), [(1, 64, 4), (1, 576, 36), (4, 1152, 12), (11, 264, 20)]
+    ("rows", "hidden", "width"),
+    [(1, 64, 4), (1, 576, 36), (4, 1152, 12), (11, 264, 20), (2, 4104, 4), (1, 6152, 12)],
 )
 def test_linear_gate_up(bench, dtype: torch.dtype, rows: int, hidden: int, width: int) -> None:
     x = (torch.randn(rows, 1, hidden) * 3).to(dtype)
@@ -76,6 +77,31 @@ def test_linear_logits(bench, dtype: torch.dtype, rows: int, hidden: int, vocab:
     # The twin rounds its logits to the storage dtype; the kernel does not.
     assert_as_good_as_twin(out, twin, expected)
     assert (out.double().cpu() - expected).norm() < (twin.double().cpu() - expected).norm()
+
+
+def test_linear_logits_advances_the_lengths(bench) -> None:
+    x = torch.randn(3, 2, 72).half()
+    norm = torch.rand(72).half()
+    (weight,) = tensors(torch.float16, (24, 72))
+    seq_lens = bench.put(torch.tensor([0, 41, 7], dtype=torch.int32))
+    with_lengths = step.linear_logits(
+        bench.put(x), bench.put(norm), bench.put(weight), EPS, seq_lens
+    )
+    assert seq_lens.tolist() == [2, 43, 9]
+    alone = step.linear_logits(bench.put(x), bench.put(norm), bench.put(weight), EPS)
+    assert torch.equal(with_lengths, alone)
+    assert seq_lens.tolist() == [2, 43, 9]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1, 30, 64, 2056])
+def test_embed(bench, dtype: torch.dtype, hidden: int) -> None:
+    table = torch.randn(37, hidden).to(dtype)
+    token_ids = torch.tensor([[0, 36, 5], [5, 1, 35]])
+    out = step.embed(bench.put(token_ids), bench.put(table))
+    assert torch.equal(out.cpu(), ref.embed(token_ids, table))
+    outside = step.embed(bench.put(torch.tensor([[-4, 37]])), bench.put(table))
+    assert torch.equal(outside[0].cpu(), table[[0, 36]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -283,9 +283,21 @@ def linear_gate_up(x: Tensor, norm: Tensor, weight: Tensor, eps: float) -> Tenso
     return silu_mul(F.linear(rms_norm(x, norm, eps), weight))
 
 
-def linear_logits(x: Tensor, norm: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm and head: x [B, T, E], norm [E], weight [V, E] -> float32 [B, T, V]."""
+def linear_logits(
+    x: Tensor, norm: Tensor, weight: Tensor, eps: float, seq_lens: Tensor | None = None
+) -> Tensor:
+    """Norm and head: x [B, T, E], norm [E], weight [V, E] -> float32 [B, T, V].
+
+    The last product of a pass also advances seq_lens, int32 [B], by T when they are given.
+    """
+    if seq_lens is not None:
+        seq_lens += x.shape[1]
     return F.linear(rms_norm(x, norm, eps), weight).float()
+
+
+def embed(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Embeddings: token_ids int64 [B, T], table [V, E] -> [B, T, E]."""
+    return F.embedding(token_ids, table)
 
 
 def argmax(logits: Tensor, out: Tensor | None = None, nonfinite: Tensor | None = None) -> Tensor:

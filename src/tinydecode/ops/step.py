@@ -98,7 +98,28 @@ def linear_gate_up(x: Tensor, norm: Tensor, weight: Tensor, eps: float) -> Tenso
     return out
 
 
-def linear_logits(x: Tensor, norm: Tensor, weight: Tensor, eps: float) -> Tensor:
+def embed(token_ids: Tensor, table: Tensor) -> Tensor:
+    """See `ref.embed`."""
+    op = "embed"
+    if table.dtype not in DTYPES or table.dim() != 2 or 0 in table.shape:
+        raise ValueError(
+            f"{op}: table must be [V, E] of float16 or bfloat16, found {list(table.shape)} of "
+            f"{table.dtype}"
+        )
+    vocab, hidden = table.shape
+    cuda.expect(op, "token_ids", token_ids, token_ids.shape, torch.int64)
+    cuda.expect(op, "table", table, (vocab, hidden), table.dtype)
+    out = torch.empty(*token_ids.shape, hidden, dtype=table.dtype, device=table.device)
+    index = cuda.same_device(op, token_ids=token_ids, table=table, out=out)
+    pointers = (token_ids.data_ptr(), table.data_ptr(), out.data_ptr())
+    arguments = (*pointers, token_ids.numel(), hidden, vocab)
+    cuda.launch(op, arguments, table.dtype, index, token_ids=token_ids, table=table)
+    return out
+
+
+def linear_logits(
+    x: Tensor, norm: Tensor, weight: Tensor, eps: float, seq_lens: Tensor | None = None
+) -> Tensor:
     """See `ref.linear_logits`."""
     op = "linear_logits"
     batch, tokens, hidden = _activations(op, x)
@@ -106,10 +127,15 @@ def linear_logits(x: Tensor, norm: Tensor, weight: Tensor, eps: float) -> Tensor
     _weight(op, weight, vocab, hidden, x.dtype)
     _norm(op, norm, hidden, x.dtype)
     logits = torch.empty(batch, tokens, vocab, dtype=torch.float32, device=x.device)
-    index = cuda.same_device(op, x=x, norm=norm, weight=weight, logits=logits)
+    tensors = {"x": x, "norm": norm, "weight": weight, "logits": logits}
+    if seq_lens is not None:
+        cuda.expect(op, "seq_lens", seq_lens, (batch,), torch.int32)
+        tensors["seq_lens"] = seq_lens
+    index = cuda.same_device(op, **tensors)
     cuda.aligned(op, x=x, norm=norm, weight=weight)
     pointers = (x.data_ptr(), norm.data_ptr(), weight.data_ptr(), logits.data_ptr())
-    arguments = (*pointers, batch * tokens, hidden, vocab, eps)
+    lengths = 0 if seq_lens is None else seq_lens.data_ptr()
+    arguments = (*pointers, lengths, batch, tokens, hidden, vocab, eps)
     cuda.launch(op, arguments, x.dtype, index, x=x, weight=weight)
     return logits
 

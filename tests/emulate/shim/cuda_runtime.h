@@ -152,6 +152,9 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline unsigned long long __float2ull_rn(float x) {
   return static_cast<unsigned long long>(std::nearbyint(static_cast<double>(x)));
 }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32);
+}
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
 }
