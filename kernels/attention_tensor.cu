@@ -89,13 +89,14 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kDim, kManyRows>))
   meeting.stats = reinterpret_cast<float2*>(meeting.values + kWarps * rows * meeting.kPitch);
 
   pdl_trigger();
-  // Lengths change once a step, so the one found before the predecessor has ended is nearly always
-  // right. It decides what is brought into L2 and what is loaded first, and is asked again.
+  // Lengths are as they will be (embed.cu sees to that), so blocks without work are out of the way
+  // at once, and the others bring their first keys and values into L2. They ask again all the same.
   int cached = 0;
   if constexpr (kStartsEarly) {
     cached = likely_length(a, batch);
-    const int start = chunk_start(a, blockIdx.x);
-    const int left = (visible_keys(a, cached, a.tokens - 1) - start) * kDim;
+    const int likely_keys = visible_keys(a, cached, last_token);
+    if (static_cast<int>(blockIdx.x) >= chunk_count(a, likely_keys)) return;
+    const int start = chunk_start(a, blockIdx.x), left = (likely_keys - start) * kDim;
     constexpr int kLine = 128 / sizeof(T);
     for (int i = threadIdx.x * kLine; i < kChunk * kDim && i < left; i += kThreads * kLine) {
       prefetch_l2(k_cache + static_cast<int64_t>(start) * kDim + i);
@@ -189,13 +190,13 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kDim, kManyRows>))
       load_values(step + warp * kTileKeys);
     }
   };
-  load_ahead();
+  if (chunk < chunks) load_ahead();
   if (kStartsEarly && confirmed != cached) {
     cached = confirmed;
     look_at_length();
-    load_ahead();
+    if (chunk < chunks) load_ahead();
   }
-  if (static_cast<int>(blockIdx.x) >= chunks) return;
+  if (chunk >= chunks) return;
   while (true) {
     const int first_key = step + warp * kTileKeys;
     int next_step = step + kChunk, next_chunk = chunk;

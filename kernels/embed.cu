@@ -1,6 +1,10 @@
 // The first kernel of a step: the embeddings of the tokens.
 //
 // A block copies one row. Bytes moved: R rows of E elements, read and written.
+//
+// Unlike the others it lets its successor start only when its predecessors are done: whatever they
+// did to the lengths of the rows is then seen by every kernel of the step, even by one that looks
+// before its own predecessor has ended.
 
 #include "common.cuh"
 
@@ -14,7 +18,8 @@ __global__ void __launch_bounds__(kThreads) embed_kernel(const int64_t* ids,  //
                                                          const T* table,      // [V, E]
                                                          T* out,              // [R, E]
                                                          int hidden_size, int64_t vocab_size) {
-  begin_kernel();
+  pdl_wait();
+  pdl_trigger();
   int64_t id = ids[blockIdx.x];
   id = id < 0 ? 0 : id < vocab_size ? id : vocab_size - 1;
   const T* source = table + id * hidden_size;
