@@ -112,8 +112,8 @@ __device__ __forceinline__ void consume(const LinearArgs& a, Header& header, uns
     const auto multiply_stage = [&](int j, int start, const uint4(&low)[kBlocks],
                                     const uint4(&high)[kBlocks], auto whole) {
       constexpr bool kWhole = decltype(whole)::value;
-      if constexpr (kHasBulkCopies) mbarrier_wait(&header.full[place.slot], place.parity);
-      const unsigned char* stage = own + place.slot * kStageBytes;
+      await_stage(header, place);
+      [[maybe_unused]] const unsigned char* stage = own + place.slot * kStageBytes;
       const T* direct = static_cast<const T*>(a.weight) + start +
                         static_cast<int64_t>(weight_row<kMode>(a, group + j, g)) * a.inputs;
       constexpr int kBatch = 4;  // blocks whose reads are under way together
@@ -162,14 +162,8 @@ __device__ __forceinline__ void consume(const LinearArgs& a, Header& header, uns
           }
         }
       }
-      if constexpr (kHasBulkCopies) {
-        // Without the fence the arrival may overtake reads that have been issued and not returned,
-        // and the next copy lands in them: seen on an H200 when the ring is full.
-        __threadfence_block();
-        __syncwarp();  // every lane has read the stage
-        if (lane == 0) mbarrier_arrive(&header.empty[place.slot]);
-        place.next(a.stages);
-      }
+      give_back_stage(header, place);
+      place.next(a.stages);
     };
     const auto multiply_stages = [&](int start, const uint4(&low)[kBlocks],
                                      const uint4(&high)[kBlocks]) {

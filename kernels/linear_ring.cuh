@@ -94,7 +94,23 @@ __device__ __forceinline__ void produce(const LinearArgs& a, Header& header, uns
   }
 }
 
+// Returns when the stage has landed.
+__device__ __forceinline__ void await_stage(Header& header, const Place& place) {
+  mbarrier_wait(&header.full[place.slot], place.parity);
+}
+
+// A warp is done with the stage. Without the fence the arrival may overtake reads that have been
+// issued and not returned, and the next copy lands in them: seen on an H200 when the ring is full.
+__device__ __forceinline__ void give_back_stage(Header& header, const Place& place) {
+  __threadfence_block();
+  __syncwarp();  // every lane has read the stage
+  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(&header.empty[place.slot]);
+}
+
 #else  // the consumers load for themselves
+
+__device__ __forceinline__ void await_stage(Header&, const Place&) {}
+__device__ __forceinline__ void give_back_stage(Header&, const Place&) {}
 
 __device__ __forceinline__ void init_ring(Header&, int) {}
 
