@@ -15,7 +15,13 @@ REQUIRE_CUDA = os.environ.get("TD_REQUIRE_CUDA", "") not in ("", "0")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip `cuda` tests where there is no GPU, unless TD_REQUIRE_CUDA turns that into failures."""
+    """Skip `cuda` tests where there is no GPU, unless TD_REQUIRE_CUDA turns that into failures.
+
+    Tests marked `long` are left out unless -m asks for them.
+    """
+    if "long" not in (config.option.markexpr or ""):
+        config.hook.pytest_deselected(items=[item for item in items if "long" in item.keywords])
+        items[:] = [item for item in items if "long" not in item.keywords]
     if torch.cuda.is_available() or REQUIRE_CUDA:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -258,7 +258,7 @@ class Engine:
             *(temperature, top_k, top_p, min_p, repetition_penalty, seed, presence_penalty),
             *(frequency_penalty, logit_bias or {}, banned_token_ids, logprobs),
         )
-        stops = self._stop_ids(eos_token_ids, ignore_eos) | frozenset(stop_token_ids)
+        stops = self._stop_ids(eos_token_ids, ignore_eos, stop_token_ids)
         call = self._call(ids, max_new_tokens, params, stops, stop, tokenizer, logits_hook, started)
         outputs: list[list[int]] = [[] for _ in call.rows]
         for row, event in run(self, call):
@@ -310,7 +310,7 @@ class Engine:
             *(temperature, top_k, top_p, min_p, repetition_penalty, seed, presence_penalty),
             *(frequency_penalty, logit_bias or {}, banned_token_ids, logprobs),
         )
-        stops = self._stop_ids(eos_token_ids, ignore_eos) | frozenset(stop_token_ids)
+        stops = self._stop_ids(eos_token_ids, ignore_eos, stop_token_ids)
         call = self._call(ids, max_new_tokens, params, stops, stop, tokenizer, logits_hook, started)
 
         def events() -> Iterator[TokenEvent]:
@@ -368,10 +368,15 @@ class Engine:
                     raise ValueError(f"token id {token} is outside the vocabulary of {vocab}")
         return [[int(token) for token in row] for row in rows]
 
-    def _stop_ids(self, eos_token_ids: Collection[int] | None, ignore_eos: bool) -> frozenset[int]:
-        if ignore_eos:
-            return frozenset()
-        return self.eos_token_ids if eos_token_ids is None else frozenset(eos_token_ids)
+    def _stop_ids(
+        self,
+        eos_token_ids: Collection[int] | None,
+        ignore_eos: bool,
+        stop_token_ids: Collection[int],
+    ) -> frozenset[int]:
+        """Every id that ends a row; those of `stop_token_ids` do so with ignore_eos too."""
+        ends = self.eos_token_ids if eos_token_ids is None else eos_token_ids
+        return frozenset(stop_token_ids).union(() if ignore_eos else ends)
 
 
 def _is_batch(ids: Sequence[int] | Sequence[Sequence[int]]) -> bool:

@@ -70,7 +70,7 @@ UNSEEN = ("// the tables are empty", "// scratch is read by everyone")
 
 def mutations() -> list[tuple[str, int]]:
     found = []
-    for name in (*COMPILED, "sample.cuh"):
+    for name in (*COMPILED, "sample.cuh", "sample_rank.cuh"):
         text = (KERNELS / name).read_text()
         for barrier in re.finditer(BARRIER, text):
             line = text[barrier.start() :].split("\n", 1)[0]

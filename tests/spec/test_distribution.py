@@ -68,7 +68,7 @@ def test_tokens_and_pairs(where: str, case: int, k: int, name: str) -> None:
     assert_distribution(found, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["wrong draft", "ngram"])
 @pytest.mark.parametrize("k", [1, 4, "auto"])
 @pytest.mark.parametrize(("options", "expected"), CASES)

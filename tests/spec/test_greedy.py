@@ -53,7 +53,7 @@ def test_greedy_is_plain_greedy(where: str, k: object) -> None:
             assert_equal(target, drafter, ids, k, max_new_tokens=30)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["same", "noisy", "unrelated", "ngram", "ngram one"])
 def test_greedy_is_plain_greedy_on_fifty_prompts(where: str, name: str) -> None:
     target = engine(tiny(where))
@@ -179,7 +179,7 @@ def test_garbage_in_unused_slots_does_not_matter(where: str) -> None:
         assert speculative.generate(target, drafter, list(range(31)), 4, 60)[0] == expected
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not any(cache_directory().glob("*.gguf")), reason="the demo model is not here")
 def test_greedy_is_plain_greedy_on_the_demo_model(where: str) -> None:
     from tinydecode import Tokenizer, load_hf

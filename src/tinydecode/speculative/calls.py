@@ -97,7 +97,7 @@ def stream(
         *(temperature, top_k, top_p, min_p, repetition_penalty, seed, presence_penalty),
         *(frequency_penalty, logit_bias or {}, banned_token_ids, logprobs),
     )
-    ends = engine._stop_ids(eos_token_ids, ignore_eos) | frozenset(stop_token_ids)
+    ends = engine._stop_ids(eos_token_ids, ignore_eos, stop_token_ids)
     call = engine._call(ids, max_new_tokens, params, ends, stop, tokenizer, logits_hook, started)
     call.stats = SpeculativeStats()
 
