@@ -32,6 +32,7 @@
 // sm_90 the consumers load weights straight from global memory, with the same arithmetic; sm_80 is
 // the oldest with these tensor-core products.
 
+#include "fragments.cuh"
 #include "linear_activations.cuh"
 #include "linear_ring.cuh"
 
@@ -151,14 +152,14 @@ __device__ __forceinline__ void consume(const LinearArgs& a, Header& header, uns
           const uint4& x = low[b + i];
           if constexpr (kPaired) {
             const uint4& y = high[b + i];
-            multiply<T>(even[j], {x.x, y.x, x.y, y.y}, {w[i].x, w[i].y});
-            multiply<T>(odd[j], {x.z, y.z, x.w, y.w}, {w[i].z, w[i].w});
+            product<T>(even[j], {x.x, y.x, x.y, y.y}, {w[i].x, w[i].y});
+            product<T>(odd[j], {x.z, y.z, x.w, y.w}, {w[i].z, w[i].w});
           } else {
             // The lower rows of A are the first, the upper rows the second product's: of `even`
             // the upper and of `odd` the lower sums mean nothing.
             const uint32_t both[4] = {x.x, x.z, x.y, x.w};
-            multiply<T>(even[j], both, {w[i].x, w[i].y});
-            multiply<T>(odd[j], both, {w[i].z, w[i].w});
+            product<T>(even[j], both, {w[i].x, w[i].y});
+            product<T>(odd[j], both, {w[i].z, w[i].w});
           }
         }
       }

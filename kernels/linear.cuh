@@ -2,8 +2,6 @@
 // (epilogue). linear.cu has the overview.
 #pragma once
 
-#include <type_traits>
-
 #include "common.cuh"
 
 namespace td {
@@ -84,17 +82,6 @@ struct alignas(128) Header {
   uint64_t full[kMaxStages], empty[kMaxStages];
   float squares[kMaxRows][kWarps];
 };
-
-// d += a b on the tensor cores; see ptx.cuh.
-template <typename T>
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4],
-                                         const uint32_t (&b)[2]) {
-  if constexpr (std::is_same_v<T, __half>) {
-    mma_m16n8k16_fp16(d, a, b);
-  } else {
-    mma_m16n8k16_bf16(d, a, b);
-  }
-}
 
 // ---- epilogue --------------------------------------------------------------------------------
 

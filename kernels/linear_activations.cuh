@@ -1,6 +1,8 @@
 // How the activations of the fused products come in: as fragments of the rows, normed on the way.
 #pragma once
 
+#include <type_traits>
+
 #include "linear.cuh"
 
 namespace td {

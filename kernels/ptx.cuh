@@ -113,11 +113,6 @@ __device__ __forceinline__ void cp_async_wait() {
 #endif
 }
 
-// Asks for the cache line of an address; for memory that no running kernel writes.
-__device__ __forceinline__ void prefetch(const void* p) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(p));
-}
-
 // ---- barriers among part of a block ----------------------------------------------------------
 
 // Barrier `id` (1 to 15) among `threads` threads, a multiple of 32.

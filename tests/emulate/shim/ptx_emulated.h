@@ -32,7 +32,6 @@ void cp_async_wait() {
   emu::async_wait(kPending);
 }
 
-inline void prefetch(const void*) {}
 
 #define named_barrier(id, threads) emu_named_barrier(id, threads, __FILE__ ":" TD_STRING(__LINE__))
 inline void emu_named_barrier(int id, int threads, const char* site) {
