@@ -5,7 +5,8 @@
 // when asynchronous copies land follows from a seed. There is no preemption between those points,
 // which makes a missing barrier show as stale or poisoned data under some order rather than as a
 // rare tear. What it finds: wrong indices, missing and divergent barriers, mbarriers used before
-// their set-up, deadlocks, data read before it was written or copied. What it cannot find:
+// their set-up, deadlocks, data read before it was written or copied, stores to blocks of a cluster
+// that have not begun or have ended. What it cannot find:
 // memory-ordering bugs, bank conflicts, anything about speed.
 //
 // Shared memory, static and dynamic, is filled with 0xFF (NaN in every float type) when a block
@@ -29,7 +30,7 @@ namespace emu {
 // ---- launching -------------------------------------------------------------------------------
 
 // Runs a grid to its end; false, with the reason in emu_error(), if it went wrong.
-bool launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes,
+bool launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, dim3 cluster,
             const std::function<void()>& kernel);
 
 // Ends the launch with a message; `site` is where in the source, may be null.
@@ -67,6 +68,13 @@ void mbarrier_init(uint64_t* word, unsigned arrivals);
 void mbarrier_arrive(uint64_t* word, uint32_t expected_bytes);
 void mbarrier_wait(uint64_t* word, uint32_t parity);
 
+// Clusters. A thread that has ended counts as arrived. Stores to the dynamic shared memory of
+// another block, named by the place of the same offset in this one's, are on their way until the
+// barrier completes at which the thread arrives next; nothing else makes sure of them.
+void cluster_arrive(const char* site);
+void cluster_wait(const char* site);
+void store_remote(void* mine, unsigned rank, const void* value, size_t bytes, const char* site);
+
 template <typename T>
 T shuffle(unsigned mask, T value, int source, const char* operation) {
   static_assert(sizeof(T) <= sizeof(Slot));
@@ -79,11 +87,14 @@ T shuffle(unsigned mask, T value, int source, const char* operation) {
 }  // namespace emu
 
 extern "C" {
-// seed: of the schedule. resident: blocks that run side by side. multiprocessors, capability: what
-// cudaDeviceGetAttribute reports, so that kernels that size their grid by the first can be made to
-// loop, and those that choose by the second (major compute capability) can be made to choose.
-void emu_configure(uint64_t seed, int resident, int multiprocessors, int capability);
+// seed: of the schedule. resident: blocks, or clusters of them, that run side by side.
+// multiprocessors, capability: what cudaDeviceGetAttribute reports, so that kernels that size their
+// grid by the first can be made to loop, and those that choose by the second (major compute
+// capability) can be made to choose. clusters: what cudaOccupancyMaxActiveClusters reports; with 0
+// launches of clusters fail.
+void emu_configure(uint64_t seed, int resident, int multiprocessors, int capability, int clusters);
 const char* emu_error();  // of the last launch that failed
 int emu_multiprocessors();
 int emu_capability();
+int emu_clusters();
 }

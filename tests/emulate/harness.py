@@ -51,8 +51,8 @@ def build(
         flags: further compiler flags.
     """
     sources = sorted(KERNELS.glob("*.cu")) if sources is None else list(sources)
-    inputs = [HERE / "emu.cpp", *sources]
-    read = [*inputs, HERE / "emu.h", *(HERE / "shim").iterdir()]
+    inputs = [*HERE.glob("*.cpp"), *sources]
+    read = [*inputs, *HERE.glob("*.h"), *(HERE / "shim").iterdir()]
     read += [*include.glob("*.cuh"), *include.glob("*.h")]
     digest = hashlib.sha256("\0".join([str(compiler()), *FLAGS, *flags]).encode())
     for path in sorted(read):
@@ -105,10 +105,25 @@ class Kernels:
         self.schedule()
 
     def schedule(
-        self, seed: int = 1, resident: int = 1, multiprocessors: int = 2, capability: int = 9
+        self,
+        seed: int = 1,
+        resident: int = 1,
+        multiprocessors: int = 2,
+        capability: int = 9,
+        clusters: int = 1,
     ) -> None:
-        """Choose the order of fibers, the blocks that run side by side, the GPU's size and age."""
-        self._library.emu_configure(ctypes.c_uint64(seed), resident, multiprocessors, capability)
+        """Choose the order of fibers, and what the GPU is like.
+
+        Args:
+            seed: of the order of fibers, and of all else that is left to chance.
+            resident: blocks that run side by side; clusters, where a launch has them.
+            multiprocessors: of the GPU.
+            capability: its major compute capability.
+            clusters: what cudaOccupancyMaxActiveClusters says. With 0 launches of clusters fail.
+        """
+        self._library.emu_configure(
+            ctypes.c_uint64(seed), resident, multiprocessors, capability, clusters
+        )
 
     def __getattr__(self, name: str) -> Callable[..., int | None]:
         if name.startswith("_"):

@@ -100,8 +100,7 @@ __global__ void ring_kernel(const int* in, int* out, int tiles) {
       if (lane == 0) {
         mbarrier_wait(&empty[stage], parity ^ 1);
         mbarrier_expect(&full[stage], sizeof ring[stage]);
-        bulk_copy(ring[stage], in + tile * kTile, sizeof ring[stage], &full[stage],
-                  evict_first());
+        bulk_copy(ring[stage], in + tile * kTile, sizeof ring[stage], &full[stage], evict_first());
       }
     } else {
       if (kWait) mbarrier_wait(&full[stage], parity);
@@ -166,6 +165,109 @@ __global__ void mma_kernel(const __nv_bfloat16* a, const __nv_bfloat16* b, float
   for (int i = 0; i < 4; ++i) d[(group + i / 2 * 8) * 8 + pair + i % 2] = sum[i];
 }
 
+// ---- clusters --------------------------------------------------------------------------------
+
+enum ClusterFault { kNoFault, kNoStart, kNoEnd, kNoReuse, kLateStores };
+
+// out [rounds, blocks, 64]: sums of in [rounds, blocks, 64] over the blocks of a cluster. Every
+// block gives its sum to all. What kFault names is left out, or is done too late.
+template <ClusterFault kFault>
+__global__ void cluster_sum_kernel(const int* in, float* out, int ranks, int rounds) {
+  __shared__ int scratch[2];
+  float4* fours = reinterpret_cast<float4*>(dynamic_shared());  // [ranks]
+  float2* twos = reinterpret_cast<float2*>(fours + ranks);      // [ranks]
+  const int thread = threadIdx.x, rank = blockIdx.x % ranks;
+  if (kFault != kNoStart) {
+    cluster_arrive();
+    cluster_wait();  // all blocks have begun
+  }
+  for (int round = 0; round < rounds; ++round) {
+    const int element = (round * gridDim.x + blockIdx.x) * blockDim.x + thread;
+    const int sum = warp_reduce(in[element], [](int a, int b) { return a + b; });
+    if (thread % kWarpSize == 0) scratch[thread / kWarpSize] = sum;
+    __syncthreads();
+    const float low = scratch[0], high = scratch[1];
+    if (kFault == kLateStores) cluster_arrive();
+    if (thread < ranks) {
+      store_remote(fours + rank, thread, make_float4(low, 0.0f, 0.0f, high));
+    } else if (thread < 2 * ranks) {
+      store_remote(twos + rank, thread - ranks, make_float2(high, low));
+    }
+    if (kFault == kNoEnd) {
+      __syncthreads();
+    } else {
+      if (kFault != kLateStores) cluster_arrive();
+      cluster_wait();  // all sums are there
+    }
+    float total = 0.0f;
+    for (int i = 0; i < ranks; ++i) {
+      total += thread % 2 ? fours[i].x + fours[i].w : twos[i].x + twos[i].y;
+    }
+    out[element] = total;
+    if (kFault == kNoReuse) {
+      __syncthreads();
+    } else {
+      cluster_arrive();
+      cluster_wait();  // and may be overwritten, and no block ends before
+    }
+  }
+}
+
+// Blocks from the third of a cluster on end at once. The first gives a number to the second, or to
+// the third.
+__global__ void cluster_idle_kernel(int to, float* out) {
+  float2* given = reinterpret_cast<float2*>(dynamic_shared());
+  const int rank = blockIdx.x % 4;
+  if (rank >= 2) return;
+  cluster_arrive();
+  cluster_wait();
+  if (rank == 0 && threadIdx.x == 0) store_remote(given, to, make_float2(1.0f, 2.0f));
+  cluster_arrive();
+  cluster_wait();
+  out[blockIdx.x * blockDim.x + threadIdx.x] = rank == 1 ? given->y : 0.0f;
+}
+
+// One thing that is not allowed, by its number.
+__global__ void cluster_misuse_kernel(int which) {
+  float2* given = reinterpret_cast<float2*>(dynamic_shared());
+  float2* unaligned = reinterpret_cast<float2*>(dynamic_shared() + 4);
+  const float2 value = make_float2(0.0f, 0.0f);
+  if (which == 0 && blockIdx.x == 1 && threadIdx.x < 32) named_barrier(1, 64);  // for ever
+  if (which == 1) cluster_wait();
+  cluster_arrive();
+  if (which == 2) cluster_arrive();
+  cluster_wait();
+  if (which == 3) store_remote(given, 2, value);
+  if (which == 4) store_remote(given + 2, 1, value);
+  if (which == 5) store_remote(unaligned, 1, value);
+  if (which == 6 && threadIdx.x % 32 == 3) {
+    cluster_arrive();
+  } else {
+    cluster_arrive();
+  }
+  cluster_wait();
+}
+
+cudaLaunchAttribute clusters_of(int blocks) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = blocks;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  return attribute;
+}
+
+template <typename... P, typename... A>
+int run_clusters(void (*kernel)(P...), int ranks, int blocks, int dynamic_bytes, A... args) {
+  cudaLaunchAttribute attribute = clusters_of(ranks);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(64);
+  config.dynamicSmemBytes = dynamic_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<P>(args)...);
+}
+
 template <typename... P, typename... A>
 int run(void (*kernel)(P...), int blocks, int threads, int dynamic_bytes, A... args) {
   cudaLaunchConfig_t config = {};
@@ -203,5 +305,37 @@ int td_teams(int* out, int, void*) { return run(teams_kernel, 1, 128, 0, out); }
 int td_mma(const void* a, const void* b, float* d, int, void*) {
   return run(mma_kernel, 1, 32, 0, static_cast<const __nv_bfloat16*>(a),
              static_cast<const __nv_bfloat16*>(b), d);
+}
+int td_cluster_sum(const int* in, float* out, int64_t ranks, int64_t blocks, int64_t rounds,
+                   int64_t fault, int, void*) {
+  static int64_t calls;  // of the host: no kernel may touch it
+  if (++calls <= 0) return cudaErrorInvalidValue;
+  const auto kernel = fault == kNoFault   ? cluster_sum_kernel<kNoFault>
+                      : fault == kNoStart ? cluster_sum_kernel<kNoStart>
+                      : fault == kNoEnd   ? cluster_sum_kernel<kNoEnd>
+                      : fault == kNoReuse ? cluster_sum_kernel<kNoReuse>
+                                          : cluster_sum_kernel<kLateStores>;
+  return run_clusters(kernel, ranks, blocks, ranks * 24, in, out, ranks, rounds);
+}
+int td_cluster_idle(int64_t to, float* out, int, void*) {
+  return run_clusters(cluster_idle_kernel, 4, 8, 8, to, out);
+}
+int td_cluster_misuse(int64_t which, int, void*) {
+  return run_clusters(cluster_misuse_kernel, 2, 2, 16, which);
+}
+int td_cluster_room(int64_t ranks, int64_t allowed, int* room, int, void*) {
+  cudaLaunchAttribute attribute = clusters_of(ranks);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(ranks);
+  config.blockDim = dim3(64);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  const auto kernel = cluster_misuse_kernel;
+  if (allowed) {
+    const int status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaOccupancyMaxActiveClusters(room, kernel, &config);
 }
 }

@@ -180,6 +180,100 @@ def test_float16_and_bfloat16_round_as_torch_does(emulated: Kernels, tmp_path: P
     assert torch.equal(bf16, x.bfloat16())
 
 
+CLUSTER_FAULTS = {"none": 0, "no start": 1, "no end": 2, "no reuse": 3, "late stores": 4}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("fault", CLUSTER_FAULTS)
+def test_sum_over_a_cluster(emulated: Kernels, ranks: int, fault: str) -> None:
+    rounds, blocks = 3, 16
+    source = torch.randint(0, 100, (rounds, blocks, 64), dtype=torch.int32)
+    totals = source.view(rounds, blocks // ranks, -1).sum(-1).float()
+    expected = totals.repeat_interleave(64 * ranks, dim=1).view(rounds, blocks, 64)
+
+    def right() -> bool:
+        out = torch.full((rounds, blocks, 64), float("nan"))
+        try:
+            emulated.cluster_sum(source, out, ranks, blocks, rounds, CLUSTER_FAULTS[fault], 0, 0)
+        except EmulationError:
+            return False
+        return torch.equal(out, expected)
+
+    if fault == "none":
+        for seed in SEEDS:
+            emulated.schedule(seed, resident=seed % 3 + 1)
+            assert right()
+    elif ranks > 1:
+        assert wrong_under_some_schedule(emulated, right)
+
+
+def test_blocks_of_a_cluster_that_end_at_once(emulated: Kernels) -> None:
+    for seed in SEEDS:
+        emulated.schedule(seed)
+        out = torch.full((8, 64), -1.0)
+        emulated.cluster_idle(1, out, 0, 0)
+        assert out[:, 0].tolist() == [0, 2, -1, -1, 0, 2, -1, -1]
+        with pytest.raises(
+            EmulationError, match=r"selftest.cu:\d+: store to .* block that has ended"
+        ):
+            emulated.cluster_idle(2, out, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        (0, r"deadlock in block \(1, 0, 0\): thread \d+ waits here; 0 of 64 threads ended"),
+        (1, "cluster_wait without a cluster_arrive"),
+        (2, "cluster_arrive again without a cluster_wait between"),
+        (3, "store to block 2 of a cluster of 2"),
+        (4, "from an address outside dynamic shared memory"),
+        (5, "not aligned to its 8 bytes"),
+        (6, "divergent warp: other lanes are at .*selftest.cu"),
+    ],
+)
+def test_misuse_of_clusters_is_reported(emulated: Kernels, which: int, message: str) -> None:
+    for seed in SEEDS:
+        emulated.schedule(seed)
+        with pytest.raises(EmulationError, match=rf"selftest.cu:\d+: .*{message}"):
+            emulated.cluster_misuse(which, 0, 0)
+    emulated.cluster_misuse(-1, 0, 0)
+
+
+def test_stores_to_a_block_that_has_not_begun(emulated: Kernels) -> None:
+    source, out = torch.zeros(2, 64, dtype=torch.int32), torch.empty(2, 64)
+    found = set()
+    for seed in SEEDS:
+        emulated.schedule(seed)
+        try:
+            emulated.cluster_sum(source, out, 2, 2, 1, CLUSTER_FAULTS["no start"], 0, 0)
+        except EmulationError as error:
+            found.add(str(error).rpartition(": ")[2])
+    assert found == {"store to the shared memory of a block that has not begun"}
+
+
+def test_launches_of_clusters_are_checked(emulated: Kernels) -> None:
+    room = ints(1)
+    for clusters in (0, 3):
+        emulated.schedule(clusters=clusters)
+        emulated.cluster_room(8, 0, room, 0, 0)
+        assert room.item() == clusters
+    invalid_cluster_size = "cudaError 912"
+    with pytest.raises(RuntimeError, match=invalid_cluster_size):
+        emulated.cluster_room(16, 0, room, 0, 0)
+    emulated.cluster_room(16, 1, room, 0, 0)
+    with pytest.raises(RuntimeError, match=invalid_cluster_size):
+        emulated.cluster_room(17, 1, room, 0, 0)
+    source, out = torch.zeros(4, 64, dtype=torch.int32), torch.empty(4, 64)
+    with pytest.raises(EmulationError, match="must divide the grid"):
+        emulated.cluster_sum(source, out, 3, 4, 1, 0, 0, 0)
+    emulated.schedule(capability=8)
+    with pytest.raises(EmulationError, match="before compute capability 9"):
+        emulated.cluster_sum(source, out, 2, 4, 1, 0, 0, 0)
+    emulated.schedule(clusters=0)
+    with pytest.raises(EmulationError, match="no room for a cluster"):
+        emulated.cluster_sum(source, out, 2, 4, 1, 0, 0, 0)
+
+
 @pytest.mark.build
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_same_sources_are_cuda(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <set>
 
 #include "../emu.h"
 
@@ -23,7 +24,8 @@
 
 #define TD_STRING_(x) #x
 #define TD_STRING(x) TD_STRING_(x)
-#define __syncthreads() emu::block_barrier(0, 0, __FILE__ ":" TD_STRING(__LINE__))
+#define TD_SITE __FILE__ ":" TD_STRING(__LINE__)
+#define __syncthreads() emu::block_barrier(0, 0, TD_SITE)
 
 struct alignas(8) float2 {
   float x, y;
@@ -38,6 +40,7 @@ struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
@@ -218,19 +221,29 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorInvalidDevice = 101,
-  cudaErrorLaunchFailure = 719
+  cudaErrorLaunchFailure = 719,
+  cudaErrorInvalidClusterSize = 912
 };
 using cudaStream_t = void*;
-enum { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+enum {
+  cudaLaunchAttributeClusterDimension = 4,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6
+};
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
   cudaDevAttrComputeCapabilityMajor = 75,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+  cudaFuncAttributeNonPortableClusterSizeAllowed = 14
+};
 struct cudaLaunchAttribute {
   int id;
-  struct {
+  union {
+    struct {
+      unsigned x, y, z;
+    } clusterDim;
     int programmaticStreamSerializationAllowed;
   } val;
 };
@@ -265,14 +278,47 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int)
                                                         : 227 * 1024;
   return cudaSuccess;
 }
-inline cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+// Kernels that may be launched in clusters of more than the 8 blocks that every GPU has room for.
+inline std::set<const void*> emulated_large_clusters;
+template <typename T>
+cudaError_t cudaFuncSetAttribute(T* kernel, cudaFuncAttribute which, int value) {
+  if (which == cudaFuncAttributeNonPortableClusterSizeAllowed && value != 0) {
+    emulated_large_clusters.insert(reinterpret_cast<const void*>(kernel));
+  }
+  return cudaSuccess;
+}
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   return attributes->ptxVersion = 90, cudaSuccess;
 }
+inline dim3 emulated_cluster(const cudaLaunchConfig_t& config) {
+  dim3 cluster;
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    if (config.attrs[i].id != cudaLaunchAttributeClusterDimension) continue;
+    const auto& given = config.attrs[i].val.clusterDim;
+    cluster = dim3(given.x, given.y, given.z);
+  }
+  return cluster;
+}
+inline bool emulated_cluster_allowed(const void* kernel, const cudaLaunchConfig_t& config) {
+  const unsigned size = emulated_cluster(config).x;
+  return size <= 8 || (size <= 16 && emulated_large_clusters.count(kernel) != 0);
+}
+template <typename T>
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, T* kernel,
+                                           const cudaLaunchConfig_t* config) {
+  if (!emulated_cluster_allowed(reinterpret_cast<const void*>(kernel), *config)) {
+    return cudaErrorInvalidClusterSize;
+  }
+  return *clusters = emu_clusters(), cudaSuccess;
+}
 template <typename... P, typename... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), A... args) {
+  if (!emulated_cluster_allowed(reinterpret_cast<const void*>(kernel), *config)) {
+    return cudaErrorInvalidClusterSize;
+  }
   const auto run = [=] { kernel(args...); };
-  return emu::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, run)
+  return emu::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes,
+                     emulated_cluster(*config), run)
              ? cudaSuccess
              : cudaErrorLaunchFailure;
 }

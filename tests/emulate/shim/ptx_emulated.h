@@ -32,8 +32,7 @@ void cp_async_wait() {
   emu::async_wait(kPending);
 }
 
-
-#define named_barrier(id, threads) emu_named_barrier(id, threads, __FILE__ ":" TD_STRING(__LINE__))
+#define named_barrier(id, threads) emu_named_barrier(id, threads, TD_SITE)
 inline void emu_named_barrier(int id, int threads, const char* site) {
   emu::block_barrier(id, static_cast<unsigned>(threads), site);
 }
@@ -53,6 +52,19 @@ inline void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t
                       CachePolicy) {
   emu::async_copy(shared, global, bytes, barrier);
 }
+
+inline void emu_cluster_arrive(const char* site) { emu::cluster_arrive(site); }
+inline void emu_cluster_wait(const char* site) { emu::cluster_wait(site); }
+inline void emu_store_remote(const char* site, float4* mine, uint32_t rank, float4 value) {
+  emu::store_remote(mine, rank, &value, sizeof value, site);
+}
+inline void emu_store_remote(const char* site, float2* mine, uint32_t rank, float2 value) {
+  emu::store_remote(mine, rank, &value, sizeof value, site);
+}
+
+#define cluster_arrive() emu_cluster_arrive(TD_SITE)
+#define cluster_wait() emu_cluster_wait(TD_SITE)
+#define store_remote(...) emu_store_remote(TD_SITE, __VA_ARGS__)
 
 template <typename Convert>
 void emu_mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Convert convert) {
