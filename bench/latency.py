@@ -140,6 +140,7 @@ def main() -> None:
                 "bench": "latency",
                 "model": shape or Path(options.model).name,
                 "dtype": str(model.dtype).removeprefix("torch."),
+                "prompt_tokens": options.prompt,
                 "context": context,
                 "path": path,
                 "sampling": sampling,

@@ -111,19 +111,27 @@ class DeviceSampler:
         if limits:
             rows["remaining"] = np.minimum(limits, 2**31 - 1)
         raw = np.frombuffer(header.tobytes() + rows.tobytes(), np.uint8)
-        # From pageable memory the driver takes its own copy: nothing waits, nothing is overwritten.
-        self._state.copy_(torch.from_numpy(raw.copy()), non_blocking=True)
+        self._state.copy_(self._pinned(torch.from_numpy(raw.copy())), non_blocking=True)
         if params.has_bias:
-            self._bias.copy_(bias_row(params, self._vocab, "cpu"), non_blocking=True)
+            bias = bias_row(params, self._vocab, "cpu")
+            self._bias.copy_(self._pinned(bias), non_blocking=True)
         if params.has_penalties:
             self._counts.zero_()
             for row, prompt in enumerate(prompts):
-                seen = torch.tensor(sorted(set(prompt)), dtype=torch.int64)
+                seen = self._pinned(torch.tensor(sorted(set(prompt)), dtype=torch.int64))
                 self._counts[row].index_fill_(
                     0, seen.to(self._device, non_blocking=True), IN_PROMPT
                 )
         self._params = params
         self._read = self.launched
+
+    def _pinned(self, values: Tensor) -> Tensor:
+        """What a copy to the device may read at any time later.
+
+        A large copy from pageable memory waits for the work enqueued before it, which is the
+        prompt's; for the pinned block see `prompts.pack`.
+        """
+        return values.pin_memory() if self._device.type == "cuda" else values
 
     def enqueue(self, logits: Tensor, seq_lens: Tensor | None, stages: Stages) -> None:
         """Sample from float32 [B, V] without waiting; does not count: see `launched`.
@@ -141,6 +149,11 @@ class DeviceSampler:
         )
         if self._mirror is not None:
             self._ring.copy_(self._mirror, non_blocking=True)
+
+    def is_here(self) -> bool:
+        """Whether the next step's first word has arrived; a look at memory."""
+        tag = self._read + 1 & _MASK
+        return self._words[tag % SLOTS * self._batch * RING_WORDS] >> 32 == tag
 
     def read(self, is_first: bool = False) -> tuple[list[Choice | None], int]:
         """Wait for the next step's words.

@@ -12,10 +12,10 @@ from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from tinydecode import prompts
 from tinydecode.device_sampler import DeviceSampler, Stages
 from tinydecode.events import Output, TokenEvent, TokenStream, check_stops
 from tinydecode.kv_cache import KVCache
@@ -73,7 +73,10 @@ class Engine:
         )
         self.generation = 0  # tells an abandoned stream that another call took the cache
         self.graphs: Graphs | None = None  # see graphs.enable
-        self.samples_on_device = model.device.type == "cuda"  # else on the host, in float64
+        is_cuda = model.device.type == "cuda"
+        self.samples_on_device = is_cuda  # else on the host, in float64
+        # Prompts up to so many tokens are padded; on the CPU there is no host to take out.
+        self.padded_rows = prompts.most_rows(model.config) if is_cuda else 0
         self._sampler: DeviceSampler | None = None
         self.rounds: dict[object, Any] = {}  # what speculative.device keeps, by drafter
 
@@ -156,14 +159,13 @@ class Engine:
         """
         rows = self._check_prompts(ids)
         self.generation += 1
-        lengths = [len(row) for row in rows]
-        padded = [row + [0] * (max(lengths) - len(row)) for row in rows]
-        device = self.model.device
-        return self.model.prefill(
-            torch.tensor(padded).to(device, non_blocking=True),
-            torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True),
-            self.cache,
-        )
+        longest = max(len(row) for row in rows)
+        length = prompts.padded_length(longest, self.batch_size, self.padded_rows)
+        packed = prompts.pack(rows, length or longest, self.model.device)
+        if length is not None and self.graphs is not None:
+            return self.graphs.prefill(length, packed)
+        inputs = packed.to(self.model.device, non_blocking=True)
+        return self.model.prefill(*prompts.unpack(inputs, self.batch_size), self.cache)
 
     @torch.inference_mode()
     def step(self, token_ids: Tensor) -> Tensor:
@@ -264,7 +266,7 @@ class Engine:
         for row, event in run(self, call):
             if event.token_id is not None:
                 outputs[row].append(event.token_id)
-        if _is_batch(ids):
+        if prompts.is_batch(ids):
             return outputs, call.stats
         return outputs[0], call.stats
 
@@ -345,28 +347,8 @@ class Engine:
         return Call(rows, outputs, limits, params, stop_ids, hook, Stats(), started)
 
     def _check_prompts(self, ids: Any) -> list[list[int]]:
-        """Prompts as lists, one per row, after every check that can fail before a launch."""
-        prompts: list[Any] = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        rows = [list(row) for row in prompts] if _is_batch(prompts) else [prompts]
-        if len(rows) != self.batch_size:
-            raise ValueError(
-                f"expected {self.batch_size} prompt(s) (batch_size), found {len(rows)}"
-            )
         vocab = self.model.config.vocab_size
-        for row in rows:
-            if not row:
-                raise ValueError("empty prompt: give at least one token id")
-            if len(row) > self.max_seq_len:
-                raise ValueError(
-                    f"the prompt has {len(row)} tokens, the cache holds {self.max_seq_len} "
-                    "(max_seq_len); shorten the prompt or make a larger engine"
-                )
-            for token in row:
-                if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-                    raise ValueError(f"token ids must be integers, found {token!r}")
-                if not 0 <= token < vocab:
-                    raise ValueError(f"token id {token} is outside the vocabulary of {vocab}")
-        return [[int(token) for token in row] for row in rows]
+        return prompts.check(ids, self.batch_size, self.max_seq_len, vocab)
 
     def _stop_ids(
         self,
@@ -377,10 +359,6 @@ class Engine:
         """Every id that ends a row; those of `stop_token_ids` do so with ignore_eos too."""
         ends = self.eos_token_ids if eos_token_ids is None else eos_token_ids
         return frozenset(stop_token_ids).union(() if ignore_eos else ends)
-
-
-def _is_batch(ids: Sequence[int] | Sequence[Sequence[int]]) -> bool:
-    return len(ids) > 0 and isinstance(ids[0], (Sequence, Tensor))
 
 
 def _check_limit(max_new_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""CUDA-graph capture of the decode step and of the fixed-size verify pass.
+"""CUDA-graph capture of the decode step, the fixed-size verify pass, and passes over short prompts.
 
 A captured pass has static shapes and reads everything that changes (tokens, lengths, sampling
 parameters, random state) from device memory, so one graph serves every step of every generation.
@@ -8,14 +8,16 @@ words to the host's memory. See `token_loop` for the steps launched ahead.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from tinydecode import prompts
 from tinydecode.device_sampler import SLOTS, DeviceSampler, Stages
 from tinydecode.kv_cache import KVCache
 from tinydecode.model import LlamaModel
@@ -30,7 +32,12 @@ GREEDY = Stages(has_filters=False, has_logprobs=False)
 SAMPLED = Stages(has_filters=True, has_logprobs=False)
 
 
-def enable(engine: Engine, verify: Sequence[int] = (), steps_per_launch: int = 1) -> Engine:
+def enable(
+    engine: Engine,
+    verify: Sequence[int] = (),
+    steps_per_launch: int = 1,
+    prompt_lengths: Sequence[int] = (),
+) -> Engine:
     """Make an engine replay a captured graph per step instead of launching its kernels one by one.
 
     The greedy and the sampled step are captured now, whatever parameters will be used; the step
@@ -40,6 +47,9 @@ def enable(engine: Engine, verify: Sequence[int] = (), steps_per_launch: int = 1
         engine: on a CUDA device; its cache should be empty or hold only finished generations.
         verify: sizes T of `Engine.chunk` to capture now; others are captured when first used.
         steps_per_launch: decode steps that one graph holds, where that many are left to do.
+        prompt_lengths: capture the passes that prompts of these lengths take now; those of other
+            lengths are captured when one first comes. Prompts too long for a graph to bring
+            anything (`prompts.padded_length`) have none.
 
     Returns:
         The same engine.
@@ -56,12 +66,19 @@ def enable(engine: Engine, verify: Sequence[int] = (), steps_per_launch: int = 1
             f"steps_per_launch must be an integer from 1 to {MAX_STEPS}, found {steps_per_launch!r}"
         )
     if engine.graphs is None:
-        graphs = Graphs(engine.model, engine.cache, engine.sampler, steps_per_launch)
+        graphs = Graphs(
+            *(engine.model, engine.cache, engine.sampler),
+            *(steps_per_launch, engine.padded_rows),
+        )
         for stages in (GREEDY, SAMPLED):
             graphs.prepare(stages)
         engine.graphs = graphs
     for new_tokens in verify:
         engine.graphs.chunk(new_tokens)
+    for longest in prompt_lengths:
+        length = prompts.padded_length(longest, engine.batch_size, engine.padded_rows)
+        if length is not None:
+            engine.graphs.prefill.capture(length)
     return engine
 
 
@@ -77,10 +94,20 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where every capture on a device happens: cuBLAS keeps 32 MiB for each stream it ever saw."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def _capture(
-    cache: KVCache, new_tokens: int, run: Callable[[], Tensor]
+    cache: KVCache,
+    new_tokens: int,
+    run: Callable[[], Tensor],
+    pool: Any = None,
+    warm_ups: int = _WARM_UPS,
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Warm up on a side stream, then capture; the cache's lengths are put back.
+    """Warm up on a side stream, then capture there; the cache's lengths are put back.
 
     The cache's last `new_tokens` slots are scribbled over; they hold tokens only in a full cache,
     which has no room for this pass anyway.
@@ -93,17 +120,76 @@ def _capture(
     lengths = cache.seq_lens.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode(), torch.cuda.device(device):
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side = _side_stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
+            for _ in range(warm_ups):
                 cache.seq_lens.fill_(cache.max_seq_len - new_tokens)
                 run()
         torch.cuda.current_stream(device).wait_stream(side)
-        with _no_garbage_collection(), torch.cuda.graph(graph):
+        # "thread_local": what other threads allocate meanwhile neither fails nor spoils this.
+        capture = torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local")
+        with _no_garbage_collection(), capture:
             out = run()
         cache.seq_lens.copy_(lengths)
     return graph, out
+
+
+class GraphedPrefill:
+    """Captured passes over prompts, one for each padded length, on first use.
+
+    They are replayed one after the other, so they share their inputs, their output and one pool
+    of memory, as large as the largest pass needs.
+    """
+
+    def __init__(self, model: LlamaModel, cache: KVCache, most: int) -> None:
+        """Allocate what the passes share.
+
+        Args:
+            model: runs the passes.
+            cache: is written.
+            most: tokens of a pass, padding included.
+        """
+        self._model, self._cache = model, cache
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        batch, vocab = cache.batch_size, model.config.vocab_size
+        with torch.inference_mode(False):  # written inside of inference mode and outside
+            self._inputs = torch.ones(batch + most, dtype=torch.int64, device=model.device)
+            self._logits = torch.empty(batch, vocab, device=model.device)
+
+    def capture(self, length: int) -> None:
+        """Capture the pass of `length` tokens a row, unless it is there; forgets the cache."""
+        if length in self._graphs:
+            return
+        batch = self._cache.batch_size
+        inputs = prompts.unpack(self._inputs[: batch * (1 + length)], batch)
+
+        def run() -> Tensor:
+            return self._logits.copy_(self._model.prefill(*inputs, self._cache))
+
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        # Padding beyond the cache is dropped.
+        new_tokens = min(length, self._cache.max_seq_len)
+        self._graphs[length], _ = _capture(self._cache, new_tokens, run, self._pool, 1)
+
+    def __call__(self, length: int, packed: Tensor) -> Tensor:
+        """The pass over prompts that `prompts.pack` padded to `length`.
+
+        Returns:
+            float32 [B, V]: the logits after each.
+        """
+        self._inputs[: packed.numel()].copy_(packed, non_blocking=True)
+        self.capture(length)
+        self._graphs[length].replay()
+        return self._logits.clone()  # the next prompt overwrites its own
+
+    def close(self) -> None:
+        """Free the graphs and their memory."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
 
 
 class GraphedChunk:
@@ -170,7 +256,11 @@ class GraphedSteps:
 
 
 class Graphs:
-    """The captured passes of one engine."""
+    """The captured passes of one engine.
+
+    Attributes:
+        prefill: those over prompts.
+    """
 
     def __init__(
         self,
@@ -178,7 +268,9 @@ class Graphs:
         cache: KVCache,
         sampler: DeviceSampler,
         steps_per_launch: int = 1,
+        padded_rows: int = 0,
     ) -> None:
+        self.prefill = GraphedPrefill(model, cache, padded_rows)
         self._chunks: dict[int, GraphedChunk] = {}
         self._steps: dict[tuple[Stages, int], GraphedSteps] = {}
         self._model, self._cache, self._sampler = model, cache, sampler
@@ -209,5 +301,6 @@ class Graphs:
             chunk.close()
         for step in self._steps.values():
             step.close()
+        self.prefill.close()
         self._chunks.clear()
         self._steps.clear()

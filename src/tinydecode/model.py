@@ -39,8 +39,9 @@ class LlamaModel:
         """Run prompts from position 0 and cache them; whatever the cache held is forgotten.
 
         Args:
-            token_ids: int64 [B, T], shorter rows padded on the right with any valid id.
-            lengths: int32 [B], real tokens a row, 1 to T.
+            token_ids: int64 [B, T], shorter rows padded on the right with any valid id. The
+                padding may reach beyond the cache's slots.
+            lengths: int32 or int64 [B], real tokens a row, 1 to T.
             cache: its seq_lens become `lengths`.
 
         Returns:
@@ -136,7 +137,12 @@ class LlamaModel:
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=2)  # views, [B, T, heads, D]
         k_cache, v_cache = cache.layer(index)
 
-        ops.rope_kv_append(q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.seq_lens)
+        new = (q, k, v)
+        if x.shape[1] > cache.max_seq_len:
+            # The rest is a prompt's padding: it has neither slots nor rows in the rotary tables,
+            # and no real token looks at it.
+            new = (q[:, : cache.max_seq_len], k[:, : cache.max_seq_len], v[:, : cache.max_seq_len])
+        ops.rope_kv_append(*new, cache.cos, cache.sin, k_cache, v_cache, cache.seq_lens)
         if is_prefill:
             attended = ops.prefill_attention(q, k, v)
         else:

@@ -131,13 +131,14 @@ def device_steps(engine: Engine, call: Call) -> Generator[Step, None, None]:
     """Prefill, then steps that choose for themselves, a few launched ahead."""
     sampler = engine.sampler
     stages = Stages.of(call.params)
-    seed = Sampler(call.params).seed
-    call.stats.seed = None if call.params.is_greedy else seed
-    launch = engine.step_launcher(stages, call.hook is not None)
-    sampler.begin(call.params, seed, call.rows, call.stop_ids, call.limits)
-    generated: list[list[int]] = [[] for _ in call.rows]
+    launch = engine.step_launcher(stages, call.hook is not None)  # may capture: nothing runs yet
     logits = engine.prefill(call.rows)
     generation = engine.generation
+    # Behind the prefill, so that the device works while the host does the rest.
+    seed = Sampler(call.params).seed
+    call.stats.seed = None if call.params.is_greedy else seed
+    sampler.begin(call.params, seed, call.rows, call.stop_ids, call.limits)
+    generated: list[list[int]] = [[] for _ in call.rows]
     last = sampler.launched + max(call.limits)  # no row needs more steps
     first = sampler.launched
     try:
@@ -147,6 +148,8 @@ def device_steps(engine: Engine, call: Call) -> Generator[Step, None, None]:
         read = 0
         while True:
             while sampler.launched < last and sampler.launched - first - read <= ahead:
+                if read == 0 and sampler.launched - first > 1 and sampler.is_here():
+                    break  # launched one by one, the steps ahead would keep the first token waiting
                 if call.hook is None:
                     launch(last - sampler.launched)
                     continue

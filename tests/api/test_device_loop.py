@@ -112,7 +112,7 @@ def test_nothing_waits_for_the_device(tiny: LlamaModel, options: dict[str, Any])
 def test_a_change_of_parameters_captures_nothing(
     tiny: LlamaModel, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = graphs.enable(Engine(tiny, max_seq_len=256))
+    engine = graphs.enable(Engine(tiny, max_seq_len=256), prompt_lengths=[len(PROMPT)])
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("captured")
