@@ -99,7 +99,8 @@ def pack(rows: list[list[int]], length: int, device: torch.device) -> Tensor:
     for row in rows:
         flat += row
         flat += row[-1:] * (length - len(row))
-    return torch.tensor(flat, dtype=torch.int64, pin_memory=device.type == "cuda")
+    packed = torch.from_numpy(np.array(flat, dtype=np.int64))  # faster than torch.tensor
+    return packed.pin_memory() if device.type == "cuda" else packed
 
 
 def unpack(packed: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
