@@ -167,7 +167,7 @@ bool run_cluster(Cluster& cluster) {
     if (size > 1) {
       if (cluster.held_turns > 0) {
         --cluster.held_turns;
-      } else if (random_number() % 16 == 0) {
+      } else if (random_number() % 64 == 0) {
         hold_block(cluster, size);
       }
       rank = random_number() % size;

@@ -68,9 +68,10 @@ void mbarrier_init(uint64_t* word, unsigned arrivals);
 void mbarrier_arrive(uint64_t* word, uint32_t expected_bytes);
 void mbarrier_wait(uint64_t* word, uint32_t parity);
 
-// Clusters. A thread that has ended counts as arrived. Stores to the dynamic shared memory of
-// another block, named by the place of the same offset in this one's, are on their way until the
-// barrier completes at which the thread arrives next; nothing else makes sure of them.
+// Clusters. A thread that has ended counts as arrived, but what it stored last is not published. A
+// store goes to the dynamic shared memory of another block, to the place that `mine` has in this
+// one's. It is under way until the barrier completes at which the thread arrives next, and may land
+// at any time before; stores of one thread to one place stay in order.
 void cluster_arrive(const char* site);
 void cluster_wait(const char* site);
 void store_remote(void* mine, unsigned rank, const void* value, size_t bytes, const char* site);

@@ -114,6 +114,8 @@ class Kernels:
     ) -> None:
         """Choose the order of fibers, and what the GPU is like.
 
+        Static variables of the kernels' files start anew: host code may have looked at the GPU.
+
         Args:
             seed: of the order of fibers, and of all else that is left to chance.
             resident: blocks that run side by side; clusters, where a launch has them.

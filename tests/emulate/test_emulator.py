@@ -180,6 +180,15 @@ def test_float16_and_bfloat16_round_as_torch_does(emulated: Kernels, tmp_path: P
     assert torch.equal(bf16, x.bfloat16())
 
 
+def test_host_code_remembers_until_the_gpu_changes(emulated: Kernels) -> None:
+    calls, out = ints(1), ints(128)
+    for expected in (1, 2, 3, 1, 2, 3):
+        if expected == 1:
+            emulated.schedule()
+        emulated.counted(calls, out, 0, 0)
+        assert calls.item() == expected
+
+
 CLUSTER_FAULTS = {"none": 0, "no start": 1, "no end": 2, "no reuse": 3, "late stores": 4}
 
 
