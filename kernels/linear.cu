@@ -11,18 +11,18 @@
 // warp copies stages into a ring in shared memory and never looks at activations: it fills the ring
 // before this kernel's predecessor has finished, which hides most of the dependency. Eight consumer
 // warps share every stage, 64 columns at a time in turn, and multiply on the tensor cores: the
-// activations (up to 16 rows) are the A operand, the weights the B operand of m16n8k16. A warp only
-// ever needs its own columns of the activations, which stay in registers where they fit. Weights
-// stay as they were stored, row by row. Two tiles at a time, the warps' sums are added in a fixed
-// order by one warp for each row of activations, which then does the epilogue while the others go
-// on.
+// activations are the A operand, the weights the B operand of m16n8k16. A warp only ever needs its
+// own columns of the activations, which stay in registers where they fit; those of more than 8 rows
+// go through shared memory (linear_rows.cuh). Weights stay as they were stored, row by row. Two
+// tiles at a time, the warps' sums are added in a fixed order by one warp for each row of
+// activations, which then does the epilogue while the others go on.
 //
 // Which 8 rows make a tile is free, since every row has its own copy: q and k tiles take 4 features
 // and their 4 rotation partners, gate_up tiles 4 gate rows and their 4 up rows, so that every
 // epilogue finds what it needs in one place.
 //
 // The arithmetic of a row of activations depends on K alone: neither on how many rows there are,
-// nor on the grid, nor on the ring. Rows of A that are not there are zero.
+// nor on the grid, nor on the ring.
 //
 // Kernels are kept short on the way that one row takes: between two uses of a kernel the weights of
 // a layer have gone through the caches, so much of its code is fetched anew every time.
@@ -35,6 +35,7 @@
 #include "fragments.cuh"
 #include "linear_activations.cuh"
 #include "linear_ring.cuh"
+#include "linear_rows.cuh"
 
 namespace td {
 namespace {
@@ -46,8 +47,7 @@ namespace {
 template <typename T, Mode kMode, int kRows, bool kResident>
 __device__ __forceinline__ void consume(const LinearArgs& a, Header& header, unsigned char* work,
                                         const unsigned char* ring, const NormPacks& norm) {
-  constexpr bool kNorm = kMode != Mode::kAdd, kPaired = kRows > 8;
-  constexpr int kHalves = kPaired ? 2 : 1;
+  constexpr bool kNorm = kMode != Mode::kAdd;
   constexpr int kWidth = kGroup * kTile;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int g = lane / 4, t = lane % 4;  // of the fragments: row or tile row, and pack
@@ -72,8 +72,8 @@ __device__ __forceinline__ void consume(const LinearArgs& a, Header& header, uns
     }
   }
   uint4 resident[kResident ? kChunks : 1][kBlocks];
-  uint4 next[1][kBlocks];  // the activations of the next stage's columns
-  Stream<T, kNorm, kRows> stream(a, lane, warp);
+  uint4 next[kBlocks];  // the activations of the next stage's columns
+  Stream<T, kNorm> stream(a, lane, warp);
   pdl_wait();
 #pragma unroll
   for (int f = 0; f < kFinishes; ++f) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void consume(const LinearArgs& a, Header& header, uns
     load_resident<T, kRows>(a, norm, header, work, resident);
   } else {
     if constexpr (kNorm) stream.find_scale(header);
-    if constexpr (!kPaired) stream.load(0, next);
+    stream.load(0, next);
   }
 
   const bool swaps = g % 2 != 0;
@@ -110,8 +110,7 @@ __device__ __forceinline__ void consume(const LinearArgs& a, Header& header, uns
     }
     float even[kGroup][4] = {}, odd[kGroup][4] = {};  // two chains of dependent products
 
-    const auto multiply_stage = [&](int j, int start, const uint4(&low)[kBlocks],
-                                    const uint4(&high)[kBlocks], auto whole) {
+    const auto multiply_stage = [&](int j, int start, const uint4(&low)[kBlocks], auto whole) {
       constexpr bool kWhole = decltype(whole)::value;
       await_stage(header, place);
       [[maybe_unused]] const unsigned char* stage = own + place.slot * kStageBytes;
@@ -150,54 +149,43 @@ __device__ __forceinline__ void consume(const LinearArgs& a, Header& header, uns
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           const uint4& x = low[b + i];
-          if constexpr (kPaired) {
-            const uint4& y = high[b + i];
-            product<T>(even[j], {x.x, y.x, x.y, y.y}, {w[i].x, w[i].y});
-            product<T>(odd[j], {x.z, y.z, x.w, y.w}, {w[i].z, w[i].w});
-          } else {
-            // The lower rows of A are the first, the upper rows the second product's: of `even`
-            // the upper and of `odd` the lower sums mean nothing.
-            const uint32_t both[4] = {x.x, x.z, x.y, x.w};
-            product<T>(even[j], both, {w[i].x, w[i].y});
-            product<T>(odd[j], both, {w[i].z, w[i].w});
-          }
+          // The lower rows of A are the first, the upper rows the second product's: of `even`
+          // the upper and of `odd` the lower sums mean nothing.
+          const uint32_t both[4] = {x.x, x.z, x.y, x.w};
+          product<T>(even[j], both, {w[i].x, w[i].y});
+          product<T>(odd[j], both, {w[i].z, w[i].w});
         }
       }
       give_back_stage(header, place);
       place.next(a.stages);
     };
-    const auto multiply_stages = [&](int start, const uint4(&low)[kBlocks],
-                                     const uint4(&high)[kBlocks]) {
+    const auto multiply_stages = [&](int start, const uint4(&low)[kBlocks]) {
       if (start + kStageCols <= a.inputs) {
 #pragma unroll
         for (int j = 0; j < kGroup; ++j) {
-          if (j < tiles) multiply_stage(j, start, low, high, std::true_type{});
+          if (j < tiles) multiply_stage(j, start, low, std::true_type{});
         }
       } else {
 #pragma unroll
         for (int j = 0; j < kGroup; ++j) {
-          if (j < tiles) multiply_stage(j, start, low, high, std::false_type{});
+          if (j < tiles) multiply_stage(j, start, low, std::false_type{});
         }
       }
     };
     if constexpr (kResident) {
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        if (c * kStageCols < a.inputs) multiply_stages(c * kStageCols, resident[c], resident[c]);
+        if (c * kStageCols < a.inputs) multiply_stages(c * kStageCols, resident[c]);
       }
     } else {
 #pragma unroll 1
       for (int start = 0; start < a.inputs; start += kStageCols) {
-        uint4 x[kHalves][kBlocks];
-        if constexpr (kPaired) {  // no registers for the next ones too
-          stream.load(start, x);
-        } else {
+        uint4 x[kBlocks];
 #pragma unroll
-          for (int i = 0; i < kBlocks; ++i) x[0][i] = next[0][i];
-          stream.load(start + kStageCols < a.inputs ? start + kStageCols : 0, next);
-        }
+        for (int i = 0; i < kBlocks; ++i) x[i] = next[i];
+        stream.load(start + kStageCols < a.inputs ? start + kStageCols : 0, next);
         stream.prepare(start, x);
-        multiply_stages(start, x[0], x[kHalves - 1]);
+        multiply_stages(start, x);
       }
     }
 
@@ -209,12 +197,7 @@ __device__ __forceinline__ void consume(const LinearArgs& a, Header& header, uns
         *reinterpret_cast<float2*>(sums + (row * kWarps + warp) * kWidth + j * kTile + t * 2) =
             make_float2(x, y);
       };
-      if constexpr (kPaired) {
-        put(g, even[j][0] + odd[j][0], even[j][1] + odd[j][1]);
-        put(g + 8, even[j][2] + odd[j][2], even[j][3] + odd[j][3]);
-      } else {
-        put(g, even[j][0] + odd[j][2], even[j][1] + odd[j][3]);
-      }
+      put(g, even[j][0] + odd[j][2], even[j][1] + odd[j][3]);
     }
     named_barrier(kConsumerBarrier, kConsumers);  // the sums are there
 #pragma unroll
@@ -248,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const __grid_consta
   if (kResident && !produces) norm = load_norm(a);
   __syncthreads();  // the barriers are there
   if (produces) {
-    if constexpr (kHasBulkCopies) produce<T, kMode>(a, header, ring);
+    if constexpr (kHasBulkCopies) produce<T, kMode, kGroup>(a, header, ring, kWindow);
     return;  // the consumers wait for the predecessor
   }
   consume<T, kMode, kRows, kResident>(a, header, work, ring, norm);
@@ -274,12 +257,8 @@ int launch_kernel(Launcher& launcher, LinearArgs& a, int shared_limit) {
   const int room = (shared_limit - fixed) / kStageBytes;
   a.stages = room < kMaxStages ? room : kMaxStages;
   if (a.stages < 1) return cudaErrorInvalidValue;
-  const int multiprocessors = launcher.multiprocessors();
-  const int blocks = a.tiles < multiprocessors ? a.tiles : multiprocessors;
-  a.per_block = a.tiles / blocks;
-  a.extra = a.tiles % blocks;
-  launcher.run_with_shared(linear_kernel<T, kMode, kRows, kResident>,
-                           dim3(static_cast<unsigned>(blocks)), kThreads,
+  const auto blocks = static_cast<unsigned>(spread(launcher, a));
+  launcher.run_with_shared(linear_kernel<T, kMode, kRows, kResident>, dim3(blocks), kThreads,
                            fixed + a.stages * kStageBytes, a);
   return launcher.status();
 }
@@ -295,7 +274,7 @@ int launch(LinearArgs& a, int dtype, int device, void* stream) {
   const int limit = launcher.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const auto with_type = [&](auto tag) -> int {
     using T = typename decltype(tag)::T;
-    if (a.rows > 8) return launch_kernel<T, kMode, 16, false>(launcher, a, limit);
+    if (a.rows > 8) return launch_rows<T, kMode>(launcher, a, limit, major >= 9);
     if constexpr (kMode != Mode::kAdd) {
       if (a.inputs <= kResidentCols) {
         return a.rows == 1 ? launch_kernel<T, kMode, 1, true>(launcher, a, limit)

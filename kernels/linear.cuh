@@ -63,6 +63,15 @@ struct LinearArgs {
   Divisor per_head;  // tiles of a head
 };
 
+// Gives every block its tiles, at most one block a multiprocessor; returns how many blocks.
+inline int spread(Launcher& launcher, LinearArgs& a) {
+  const int multiprocessors = launcher.multiprocessors();
+  const int blocks = a.tiles < multiprocessors ? a.tiles : multiprocessors;
+  a.per_block = a.tiles / blocks;
+  a.extra = a.tiles % blocks;
+  return blocks;
+}
+
 // The weight row that is row `j` of a tile.
 template <Mode kMode>
 __device__ __forceinline__ int weight_row(const LinearArgs& a, int tile, int j) {

@@ -171,78 +171,61 @@ __device__ __forceinline__ void load_resident(const LinearArgs& a, const NormPac
 
 // ---- activations that come as they are needed, a stage's columns at a time ----------------------
 
-template <typename T, bool kNorm, int kRows>
+template <typename T, bool kNorm>
 struct Stream {
-  static constexpr int kHalves = kRows > 8 ? 2 : 1;  // rows g and g + 8
   const LinearArgs& a;
   int warp, g, t;
-  float scale[kHalves];
+  float scale = 1.0f;
 
   __device__ __forceinline__ Stream(const LinearArgs& args, int lane, int of_warp)
-      : a(args), warp(of_warp), g(lane / 4), t(lane % 4) {
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) scale[h] = 1.0f;
-  }
+      : a(args), warp(of_warp), g(lane / 4), t(lane % 4) {}
 
-  __device__ __forceinline__ void load(int start, uint4 (&x)[kHalves][kBlocks]) const {
+  __device__ __forceinline__ void load(int start, uint4 (&x)[kBlocks]) const {
+    const uint4* source =
+        static_cast<const uint4*>(a.x) + (static_cast<int64_t>(g) * a.inputs + start) / 8;
 #pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-      const uint4* source =
-          static_cast<const uint4*>(a.x) + (static_cast<int64_t>(g + h * 8) * a.inputs + start) / 8;
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        const int column = block_column(warp, t, i);
-        x[h][i] = make_uint4(0, 0, 0, 0);
-        if (g + h * 8 < a.rows && start + column < a.inputs) x[h][i] = __ldcg(source + column / 8);
-      }
+    for (int i = 0; i < kBlocks; ++i) {
+      const int column = block_column(warp, t, i);
+      x[i] = make_uint4(0, 0, 0, 0);
+      if (g < a.rows && start + column < a.inputs) x[i] = __ldcg(source + column / 8);
     }
   }
 
   // Norms what `load` brought.
-  __device__ __forceinline__ void prepare(int start, uint4 (&x)[kHalves][kBlocks]) const {
+  __device__ __forceinline__ void prepare(int start, uint4 (&x)[kBlocks]) const {
     if constexpr (kNorm) {
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
         const int column = start + block_column(warp, t, i);
         const uint4 norm = column < a.inputs ? __ldg(static_cast<const uint4*>(a.norm) + column / 8)
                                              : make_uint4(0, 0, 0, 0);
-#pragma unroll
-        for (int h = 0; h < kHalves; ++h) x[h][i] = normed<T>(x[h][i], norm, scale[h]);
+        x[i] = normed<T>(x[i], norm, scale);
       }
     }
   }
 
   // The squares of every column, once beforehand, added up in the order of load_resident.
   __device__ __forceinline__ void find_scale(Header& header) {
-    uint4 x[kHalves][kBlocks];
-    float squares[kHalves][kBlocks] = {};
+    uint4 x[kBlocks];
+    float squares[kBlocks] = {};
 #pragma unroll 1
     for (int start = 0; start < a.inputs; start += kStageCols) {
       load(start, x);
 #pragma unroll
-      for (int h = 0; h < kHalves; ++h) {
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) squares[h][i] += sum_of_squares<T>(x[h][i]);
-      }
+      for (int i = 0; i < kBlocks; ++i) squares[i] += sum_of_squares<T>(x[i]);
     }
 #pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
+    for (int far = kBlocks / 2; far > 0; far /= 2) {
 #pragma unroll
-      for (int far = kBlocks / 2; far > 0; far /= 2) {
-#pragma unroll
-        for (int i = 0; i < far; ++i) squares[h][i] += squares[h][i + far];
-      }
-      float sum = squares[h][0];
-      sum += __shfl_xor_sync(kFullWarp, sum, 2);
-      sum += __shfl_xor_sync(kFullWarp, sum, 1);
-      if (t == 0 && g + h * 8 < a.rows) header.squares[g + h * 8][warp] = sum;
+      for (int i = 0; i < far; ++i) squares[i] += squares[i + far];
     }
+    float sum = squares[0];
+    sum += __shfl_xor_sync(kFullWarp, sum, 2);
+    sum += __shfl_xor_sync(kFullWarp, sum, 1);
+    if (t == 0 && g < a.rows) header.squares[g][warp] = sum;
     if constexpr (!kLateScale<T>) {
       named_barrier(kConsumerBarrier, kConsumers);  // the squares are there
-#pragma unroll
-      for (int h = 0; h < kHalves; ++h) {
-        if (g + h * 8 < a.rows) scale[h] = norm_scale(a, header, g + h * 8);
-      }
+      if (g < a.rows) scale = norm_scale(a, header, g);
     }
   }
 };

@@ -49,8 +49,9 @@ __device__ __forceinline__ void init_ring(Header& header, int stages) {
   }
 }
 
-template <typename T, Mode kMode>
-__device__ __forceinline__ void produce(const LinearArgs& a, Header& header, unsigned char* ring) {
+template <typename T, Mode kMode, int kGroup>
+__device__ __forceinline__ void produce(const LinearArgs& a, Header& header, unsigned char* ring,
+                                        int window) {
   const int lane = threadIdx.x % kWarpSize;
   const int last = first_tile(a, blockIdx.x + 1);
   const CachePolicy policy = evict_first();
@@ -75,7 +76,7 @@ __device__ __forceinline__ void produce(const LinearArgs& a, Header& header, uns
 #pragma unroll
       for (int j = 0; j < kGroup; ++j) {
         if (group + j >= last) break;
-        if (under_way == (issued++ < a.stages ? kWindowAtFirst : kWindow)) {
+        if (under_way == (issued++ < a.stages ? kWindowAtFirst : window)) {
           mbarrier_wait(&header.full[landed.slot], landed.parity);
           landed.next(a.stages);
         } else {
@@ -114,8 +115,8 @@ __device__ __forceinline__ void give_back_stage(Header&, const Place&) {}
 
 __device__ __forceinline__ void init_ring(Header&, int) {}
 
-template <typename T, Mode kMode>
-__device__ __forceinline__ void produce(const LinearArgs&, Header&, unsigned char*) {}
+template <typename T, Mode kMode, int kGroup>
+__device__ __forceinline__ void produce(const LinearArgs&, Header&, unsigned char*, int) {}
 
 #endif
 

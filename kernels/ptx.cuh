@@ -68,6 +68,17 @@ __device__ __forceinline__ void cp_async16(void* shared, const void* global, Cac
 #endif
 }
 
+// The same for data that stays in L2 as long as other data does.
+__device__ __forceinline__ void cp_async16(void* shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
+               "l"(global)
+               : "memory");
+#else
+  *static_cast<uint4*>(shared) = __ldcg(static_cast<const uint4*>(global));
+#endif
+}
+
 // 4, 8 or 16 bytes from global memory to registers, past L1; the address is a multiple of as many.
 template <int kWords>
 __device__ __forceinline__ void load_past_l1(uint32_t* x, const void* global, CachePolicy policy) {

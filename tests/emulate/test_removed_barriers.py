@@ -104,12 +104,12 @@ def test_barrier_of_block_reduce(tmp_path: Path) -> None:
 LINEAR_SEEDS = (58, *range(1, 9))  # 58 holds a warp back while the others load their part of x
 
 
-def linear_runs() -> tuple[Callable[[], Tensor], Tensor]:
+def linear_runs(rows: int) -> tuple[Callable[[], Tensor], Tensor]:
     """Normed and plain products on one block: groups of tiles, and more stages than the ring has.
 
-    The rows of one are short enough to stay in registers.
+    The rows of one are short enough to stay in registers, or in shared memory if there are many.
     """
-    rows, short, long, width = 3, 264, 4104, 36
+    short, long, width = 264, 4104, 36
     x, short_x = torch.randn(1, rows, long).half(), torch.randn(1, rows, short).half()
     norm = torch.rand(long).half()
     down = torch.randn(72, long).mul(long**-0.5).half()
@@ -130,25 +130,35 @@ def linear_runs() -> tuple[Callable[[], Tensor], Tensor]:
     return lambda: run(step), run(ref)
 
 
-def linear_mutations() -> list[tuple[str, int, str]]:
-    """What is taken out of linear*.cu*: barriers, waits for a stage or for the lanes of a warp."""
+def linear_mutations() -> list[tuple[str, int, str, int]]:
+    """What is taken out of linear*.cu*, and the rows of activations that notice.
+
+    Barriers, waits for a stage or for activations; of many rows also for the lanes of a warp.
+    """
     pieces = [
         r"__syncthreads\(\);",
         r"named_barrier\(kConsumerBarrier, kConsumers\);",
         r"mbarrier_wait\(&header\.(?:full|empty)\[place\.slot\], place\.parity\);",
     ]
+    of_many_rows = [*pieces, r"cp_async_wait<kMaxSlots - 1>\(\);", r"__syncwarp\(\);"]
+    files = [
+        *[(name, pieces, 3) for name in ("linear.cu", "linear_activations.cuh", "linear_ring.cuh")],
+        *[(name, of_many_rows, 9) for name in ("linear_rows.cuh", "linear_shared_rows.cuh")],
+    ]
     return [
-        (name, found.start(), found.group())
-        for name in ("linear.cu", "linear_activations.cuh", "linear_ring.cuh")
-        for piece in pieces
-        for found in re.finditer(piece, (KERNELS / name).read_text())
+        (name, found.start(), found.group(), rows)
+        for name, patterns, rows in files
+        for pattern in patterns
+        for found in re.finditer(pattern, (KERNELS / name).read_text())
     ]
 
 
-@pytest.mark.parametrize(("name", "offset", "piece"), linear_mutations())
-def test_barriers_and_waits_of_linear(tmp_path: Path, name: str, offset: int, piece: str) -> None:
+@pytest.mark.parametrize(("name", "offset", "piece", "rows"), linear_mutations())
+def test_barriers_and_waits_of_linear(
+    tmp_path: Path, name: str, offset: int, piece: str, rows: int
+) -> None:
     kernels = mutant(tmp_path, name, offset, piece, ";", "linear.cu")
-    run, expected = linear_runs()
+    run, expected = linear_runs(rows)
     with behind_cuda_ops(kernels):
         for seed in LINEAR_SEEDS:
             kernels.schedule(seed, multiprocessors=1)
@@ -160,10 +170,24 @@ def test_barriers_and_waits_of_linear(tmp_path: Path, name: str, offset: int, pi
     pytest.fail("no schedule shows that anything is missing")
 
 
-def test_linear_is_right_when_nothing_is_removed() -> None:
+@pytest.mark.parametrize("rows", [3, 9])
+def test_linear_is_right_when_nothing_is_removed(rows: int) -> None:
     kernels = Kernels(build())
-    run, expected = linear_runs()
+    run, expected = linear_runs(rows)
     with behind_cuda_ops(kernels):
         for seed in LINEAR_SEEDS:
             kernels.schedule(seed, multiprocessors=1)
+            assert torch.allclose(run(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("rows", "capability"), [(9, 12), (12, 12), (16, 12), (16, 8)])
+def test_many_rows_where_shared_memory_is_small(tmp_path: Path, rows: int, capability: int) -> None:
+    """99 KB: one chunk of activations, a ring of one stage or none; none before sm_90."""
+    limit = "launcher.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)"
+    (offset,) = occurrences("linear.cu", re.escape(limit))
+    kernels = mutant(tmp_path, "linear.cu", offset, limit, "99 * 1024", "linear.cu")
+    run, expected = linear_runs(rows)
+    with behind_cuda_ops(kernels):
+        for seed in (1, 2, 3):
+            kernels.schedule(seed, multiprocessors=1, capability=capability)
             assert torch.allclose(run(), expected, rtol=2e-2, atol=2e-2)

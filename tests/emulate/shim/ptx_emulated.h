@@ -18,6 +18,9 @@ inline CachePolicy evict_first() { return 0; }
 inline void cp_async16(void* shared, const void* global, CachePolicy) {
   emu::async_copy(shared, global, 16, nullptr);
 }
+inline void cp_async16(void* shared, const void* global) {
+  emu::async_copy(shared, global, 16, nullptr);
+}
 template <int kWords>
 void load_past_l1(uint32_t* x, const void* global, CachePolicy) {
   if (reinterpret_cast<uintptr_t>(global) % (4 * kWords) != 0) {
