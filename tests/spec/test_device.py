@@ -95,6 +95,35 @@ def test_plain_steps_in_between_are_caught_up(where: str, monkeypatch: pytest.Mo
     assert stats.acceptance_rate == 1.0 and stats.rounds < stats.target_passes
 
 
+def test_a_draft_keeps_the_slots_that_its_prompt_pass_wrote(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written again by a step they would differ from the target's in their last bits."""
+    if where != "cpu":
+        pytest.skip("a replayed graph calls nothing that could be watched")
+    target, drafter = engine(tiny(where), 256), ModelDrafter(engine(tiny(where, 0.01), 256))
+    model, cache = drafter.engine.model, drafter.engine.cache
+    passes: list[tuple[int, int]] = []
+    chunk = model.chunk
+
+    def watched(token_ids: torch.Tensor, into: Any) -> torch.Tensor:
+        if into is cache:
+            passes.append((int(cache.seq_lens), token_ids.shape[1]))
+        return chunk(token_ids, into)
+
+    monkeypatch.setattr(model, "chunk", watched)
+    monkeypatch.setattr(speculative.length.AdaptiveLength, "_choose", lambda self: next(pattern))
+    for start in (0, 1, 20):  # rounds of one token before the first draft
+        for prompt in ([1], list(range(12))):
+            pattern = iter([0] * start + [3, 1, 0, 2] * 40)
+            passes.clear()
+            ids, _ = speculative.generate(target, drafter, prompt, "auto", 60)
+            assert ids == target.generate(prompt, 60)[0]
+            assert start or passes[0] == (len(prompt), 1)
+            assert min(at for at, _ in passes) == len(prompt)
+            assert max(rows for _, rows in passes) <= 16
+
+
 @pytest.mark.cuda
 def test_memory_comes_back() -> None:
     """A35: engines with graphs, drafts and rounds, made and closed."""

@@ -112,16 +112,22 @@ class Buffers:
         self._engine.cache.seq_lens.fill_(len(text) - 1)
         return self._last_tag
 
-    def launch(self, k: int) -> None:
-        """One round that drafts k tokens, 0 for a plain step."""
+    def launch(self, k: int, is_draft_level: bool = False) -> None:
+        """One round that drafts k tokens, 0 for a plain step.
+
+        Args:
+            k: tokens to draft.
+            is_draft_level: the draft's cache holds as much as the target's, as after the prompt:
+                the round is launched kernel by kernel, since it happens once a generation.
+        """
         self._last_tag += 1
-        graph = self._graphs.get((k, self._picks_best))
+        graph = None if is_draft_level else self._graphs.get((k, self._picks_best))
         if graph is not None:
             graph.replay()
         else:
-            self._run(k)
+            self._run(k, 1 if is_draft_level else 2)
 
-    def _run(self, k: int) -> None:
+    def _run(self, k: int, first_rows: int = 2) -> None:
         engine, ops_, drafter = self._engine, self._ops, self._drafter
         params, bias = engine.sampler._state, engine.sampler._bias
         draft = self.block[1 : k + 1]
@@ -129,7 +135,7 @@ class Buffers:
         if k and isinstance(drafter, NgramDrafter):
             ops_.ngram(self.history, self.state, draft, drafter.max_n, drafter.min_n)
         elif k and isinstance(drafter, ModelDrafter):
-            self._draft(drafter.engine, draft, params, bias)
+            self._draft(drafter.engine, draft, first_rows, params, bias)
             assert self._q is not None
             q, draft_lens = self._q[:k], drafter.engine.cache.seq_lens
             if self._picks_best:
@@ -148,16 +154,19 @@ class Buffers:
             has_proposed=isinstance(drafter, NgramDrafter) and k > 0 and not self._is_scripted,
         )
 
-    def _draft(self, engine: Engine, draft: Tensor, params: Tensor, bias: Tensor) -> None:
-        """k passes of the draft model; the first takes the text's last two tokens.
+    def _draft(
+        self, engine: Engine, draft: Tensor, first_rows: int, params: Tensor, bias: Tensor
+    ) -> None:
+        """k passes of the draft model; the first takes the text's last tokens, one or two.
 
         Two, because after a fully accepted round its cache lacks one; where it does not, the slot
-        is written again with the same values.
+        is written again with the same values. Not so for a slot of the prompt, whose pass adds in
+        another order: behind it the first step takes one.
         """
         assert self._q is not None
         model, vocab = engine.model, self._draft_vocab
-        last_two = torch.arange(-2, 0, device=draft.device) + self.state[ref_round.LENGTH]
-        ids = self.history.index_select(0, last_two).long()
+        last = torch.arange(-first_rows, 0, device=draft.device) + self.state[ref_round.LENGTH]
+        ids = self.history.index_select(0, last).long()
         # A token that the draft does not have: it can only guess.
         ids = ids.masked_fill(ids >= model.config.vocab_size, 0)
         for index in range(draft.numel()):

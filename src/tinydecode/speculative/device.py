@@ -20,7 +20,7 @@ from tinydecode.ops import ref_round
 from tinydecode.sampling import Choice, Sampler, non_finite_error
 from tinydecode.speculative.buffers import buffers_of
 from tinydecode.speculative.drafter import Call as DraftCall
-from tinydecode.speculative.drafter import Drafter, ModelDrafter
+from tinydecode.speculative.drafter import Drafter, ModelDrafter, passes
 from tinydecode.speculative.length import AdaptiveLength, FixedLength, Shadow
 from tinydecode.speculative.ngram import NgramDrafter
 from tinydecode.speculative.scripted import ScriptedDrafter
@@ -67,6 +67,7 @@ class DeviceRounds:
         self._draft_generation: int | None = None  # of the draft's engine
         self._can_draft = True  # the draft's context has room
         self._is_behind = False  # plain steps were made, which the draft has not seen
+        self._is_level = False  # its cache holds the prompt and nothing else
         self._wanted: int | None = None  # chosen for the next round, which cannot start yet
 
     @torch.inference_mode()
@@ -133,7 +134,7 @@ class DeviceRounds:
         engine.prefill([[self._drafter._known(token) for token in prompt]])
         self._draft_generation = engine.generation
         self._draft_cached = len(prompt)
-        engine.cache.seq_lens.fill_(len(prompt) - 1)
+        self._is_level = True
 
     def _stop_drafting(self) -> None:
         self._can_draft = False
@@ -159,7 +160,8 @@ class DeviceRounds:
             self._wanted = None
             self._in_flight.append(k)
             self._is_behind = self._is_behind or k == 0
-            self._buffers.launch(k)
+            self._buffers.launch(k, k > 0 and self._is_level)
+            self._is_level = False
 
     def _has_room(self, k: int, length: int) -> bool:
         """Whether a round of k fits both caches when the text has `length` tokens."""
@@ -179,8 +181,7 @@ class DeviceRounds:
         engine = self._drafter.engine
         engine.cache.seq_lens.fill_(self._draft_cached)
         missing = self._history[self._draft_cached : -1]
-        for start in range(0, len(missing), 16):
-            part = [self._drafter._known(token) for token in missing[start : start + 16]]
+        for part in passes([self._drafter._known(token) for token in missing]):
             engine.model.chunk(torch.tensor([part], device=engine.model.device), engine.cache)
         engine.cache.seq_lens.fill_(len(self._history) - 2)
         self._is_behind = False

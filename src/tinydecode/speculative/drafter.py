@@ -19,6 +19,7 @@ from tinydecode.sampling import (
     draw,
     probabilities,
 )
+from tinydecode.speculative.length import MAX_LENGTH
 
 if TYPE_CHECKING:
     from tinydecode.tokenizer import Tokenizer
@@ -67,6 +68,12 @@ class Drafter(Protocol):
             count: at most this many tokens, 1 or more and at most `room`.
         """
         ...
+
+
+def passes(tokens: list[int]) -> list[list[int]]:
+    """Tokens in parts that each fit a pass of the fused step, whose bits are those of a step."""
+    rows = MAX_LENGTH + 1
+    return [tokens[start : start + rows] for start in range(0, len(tokens), rows)]
 
 
 def distribution(
@@ -161,12 +168,17 @@ class ModelDrafter:
 
     def _catch_up(self, history: Sequence[int]) -> Tensor:
         """Run what the cache lacks of `history`; returns the logits after its last token, [V]."""
+        assert self._call is not None
         engine = self.engine
         if not self._cached:
-            logits = engine.prefill([self._known(token) for token in history])[0]
-            self._cached, self._agreed = list(history), len(history)
+            # The passes are those of the target: the prompt's, then steps. They add in other
+            # orders, and with the target's weights the draft must agree to the last bit.
+            prompt = history[: self._call.prompt_tokens]
+            logits = engine.prefill([self._known(token) for token in prompt])[0]
+            self._cached, self._agreed = list(prompt), len(prompt)
             self._generation = engine.generation
-            return logits
+            if len(prompt) == len(history):
+                return logits
         if engine.generation != self._generation:
             raise RuntimeError("another call used the draft's engine while the stream was open")
         # What was drafted last and then rejected is still in the cache; the last token of the
@@ -184,12 +196,13 @@ class ModelDrafter:
     def _run(self, tokens: Sequence[int]) -> Tensor:
         """Run tokens on top of the cache; returns the logits after the last, [V]."""
         engine = self.engine
-        ids = torch.tensor([[self._known(token) for token in tokens]], device=engine.model.device)
         self._cached.extend(tokens)
-        if len(tokens) <= 2:
-            return engine.chunk(ids)[0, -1]
-        # After steps without a draft: sizes that are not worth a captured graph each.
-        return engine.model.chunk(ids, engine.cache)[0, -1]
+        for part in passes([self._known(token) for token in tokens]):
+            ids = torch.tensor([part], device=engine.model.device)
+            # After steps without a draft: sizes that are not worth a captured graph each.
+            is_usual = len(tokens) <= 2
+            logits = engine.chunk(ids) if is_usual else engine.model.chunk(ids, engine.cache)
+        return logits[0, -1]
 
     def _known(self, token: int) -> int:
         """The token, or 0 for one beyond the draft's vocabulary: it can only guess there."""
