@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tinydecode.engine import Engine
 
 _WARM_UPS = 2  # before capture: cuBLAS picks its kernels and workspaces, modules load
+_ROOM = 2**30  # bytes that should be free before a capture
 MAX_STEPS = SLOTS // 2  # of one launch: those ahead of the host stay within the ring
 GREEDY = Stages(has_filters=False, has_logprobs=False)
 SAMPLED = Stages(has_filters=True, has_logprobs=False)
@@ -48,8 +49,9 @@ def enable(
         verify: sizes T of `Engine.chunk` to capture now; others are captured when first used.
         steps_per_launch: decode steps that one graph holds, where that many are left to do.
         prompt_lengths: capture the passes that prompts of these lengths take now; those of other
-            lengths are captured when one first comes. Prompts too long for a graph to bring
-            anything (`prompts.padded_length`) have none.
+            lengths are captured when one comes for the second time, since a capture takes longer
+            than it saves a single prompt. Prompts too long for a graph to bring anything
+            (`prompts.padded_length`) have none.
 
     Returns:
         The same engine.
@@ -127,16 +129,25 @@ def _capture(
                 cache.seq_lens.fill_(cache.max_seq_len - new_tokens)
                 run()
         torch.cuda.current_stream(device).wait_stream(side)
-        # "thread_local": what other threads allocate meanwhile neither fails nor spoils this.
-        capture = torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local")
-        with _no_garbage_collection(), capture:
-            out = run()
+        if torch.cuda.mem_get_info(device)[0] < _ROOM:
+            torch.cuda.empty_cache()  # a capture cannot take what is cached for others
+        # Not through torch.cuda.graph, which does so always, empties the cache of pinned memory
+        # too, waits for the device, and in older versions collects garbage: tens of milliseconds.
+        with _no_garbage_collection(), torch.cuda.stream(side):
+            # "thread_local": what other threads allocate meanwhile neither fails nor spoils this.
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                out = run()
+            finally:
+                graph.capture_end()
         cache.seq_lens.copy_(lengths)
     return graph, out
 
 
 class GraphedPrefill:
-    """Captured passes over prompts, one for each padded length, on first use.
+    """Captured passes over prompts, one for each padded length, on second use.
+
+    The first is launched kernel by kernel, with the same bits.
 
     They are replayed one after the other, so they share their inputs, their output and one pool
     of memory, as large as the largest pass needs.
@@ -152,6 +163,7 @@ class GraphedPrefill:
         """
         self._model, self._cache = model, cache
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._seen: set[int] = set()  # lengths that came once
         self._pool: Any = None
         batch, vocab = cache.batch_size, model.config.vocab_size
         with torch.inference_mode(False):  # written inside of inference mode and outside
@@ -162,17 +174,20 @@ class GraphedPrefill:
         """Capture the pass of `length` tokens a row, unless it is there; forgets the cache."""
         if length in self._graphs:
             return
-        batch = self._cache.batch_size
-        inputs = prompts.unpack(self._inputs[: batch * (1 + length)], batch)
 
         def run() -> Tensor:
-            return self._logits.copy_(self._model.prefill(*inputs, self._cache))
+            return self._logits.copy_(self._pass(length))
 
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         # Padding beyond the cache is dropped.
         new_tokens = min(length, self._cache.max_seq_len)
         self._graphs[length], _ = _capture(self._cache, new_tokens, run, self._pool, 1)
+
+    def _pass(self, length: int) -> Tensor:
+        batch = self._cache.batch_size
+        inputs = prompts.unpack(self._inputs[: batch * (1 + length)], batch)
+        return self._model.prefill(*inputs, self._cache)
 
     def __call__(self, length: int, packed: Tensor) -> Tensor:
         """The pass over prompts that `prompts.pack` padded to `length`.
@@ -181,6 +196,9 @@ class GraphedPrefill:
             float32 [B, V]: the logits after each.
         """
         self._inputs[: packed.numel()].copy_(packed, non_blocking=True)
+        if length not in self._graphs and length not in self._seen:
+            self._seen.add(length)
+            return self._pass(length)
         self.capture(length)
         self._graphs[length].replay()
         return self._logits.clone()  # the next prompt overwrites its own
