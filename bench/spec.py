@@ -7,28 +7,33 @@
     python bench/spec.py --tiny --ngram -k 3 5 auto             # runs anywhere
 
 Greedy, batch 1. With a real model the prompts are the texts of tests/data that lookup is meant for
-(code edit, JSON transform, quoted summary), and free prose. With `--accept P` each drafted token is
-right with probability P, whatever was drafted: the drafter works as ever, and its tokens are then
+(code edit, JSON transform, quoted summary), and free prose. With `--accept P` a share P of the
+drafted tokens is right, whatever was drafted: the drafter works as ever, and its tokens are then
 replaced by the ones that plain decoding gave, or by others. Plain and speculative calls take turns;
 figures are of the median call. On CUDA, "draft" and "verify" are the k draft steps and the verify
-pass measured alone, each as a graph, so "rest" is what the round adds to them; kernels of the round
-are measured alone too. Records go to results/<card>.json.
+pass measured alone, as one graph each, so "rest" is what the round adds to them: what makes tokens
+of logits, and the start of its graph. The kernels of this are measured alone too. Records go to
+results/<card>.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import common
+import numpy as np
 import torch
 
 from tinydecode import Engine, LlamaModel, Tokenizer, graphs, load_hf, ops, speculative
 from tinydecode.model import resolve_device
 from tinydecode.ops.ref_round import RING_WORDS
+from tinydecode.ops.ref_sample import PARAMS
 from tinydecode.speculative import Drafter, ModelDrafter, NgramDrafter
 from tinydecode.speculative.scripted import ScriptedDrafter
 from tinydecode.speculative.stats import SpeculativeStats
@@ -40,65 +45,79 @@ PROSE = "The old lighthouse keeper climbed the stairs one last time, and when he
 
 
 def gpu_parts(engine: Engine, drafter: Any, k: int, context: int) -> tuple[float, float]:
-    """Milliseconds of k draft steps and of one verify pass, each measured alone as a graph."""
+    """Milliseconds of k draft steps, and of a verify pass: bare passes, each kind one graph."""
 
-    def pass_of(which: Engine, rows: int) -> float:
-        assert which.graphs is not None
-        graphed = which.graphs.chunk(rows)
+    def passes(which: Engine, rows: list[int]) -> float:
+        ids = torch.zeros(1, max(rows), dtype=torch.int64, device=which.model.device)
 
         def run() -> None:
             which.cache.seq_lens.fill_(context)
-            graphed.replay()
+            for count in rows:
+                which.model.chunk(ids[:, :count], which.cache)
 
-        return 1e3 * common.median_gpu_seconds(run)
+        return 1e3 * common.median_gpu_seconds(common.graphed(run))
 
     with torch.inference_mode():
         inner = drafter.inner if isinstance(drafter, ScriptedDrafter) else drafter
         draft = 0.0
         if isinstance(inner, ModelDrafter):
-            draft = pass_of(inner.engine, 2) + (k - 1) * pass_of(inner.engine, 1)
-        return draft, pass_of(engine, k + 1)
+            draft = passes(inner.engine, [2] + [1] * (k - 1))
+        return draft, passes(engine, [k + 1])
+
+
+REPEATS = 20  # of a small kernel in one graph, whose own launch takes longer than the kernel
+
+
+def each_us(run: Callable[[], object]) -> float:
+    """Microseconds of a call among others like it, in a graph."""
+
+    def several() -> None:
+        for _ in range(REPEATS):
+            run()
+
+    return 1e6 * common.median_gpu_seconds(common.graphed(several)) / REPEATS
 
 
 def lookup_us(device: torch.device, length: int) -> float:
-    """Microseconds of an n-gram lookup over a text, alone, in a graph."""
+    """Microseconds of an n-gram lookup over a text."""
     found = ops.round_ops(device)
     assert found is not None
     state = torch.tensor([0, 0, 0, length, 1 << 40, 0], device=device)
     text = torch.randint(0, 1000, (length,), dtype=torch.int32, device=device)
     draft = torch.zeros(8, dtype=torch.int64, device=device)
-    run = common.graphed(lambda: found.ngram(text, state, draft, 3, 1))
-    return 1e6 * common.median_gpu_seconds(run)
+    return each_us(lambda: found.ngram(text, state, draft, 3, 1))
 
 
-def accept_us(device: torch.device, k: int, vocab: int) -> float:
-    """Microseconds of a round's end, from logits to the host's ring, greedy, in a graph."""
+def accept_us(device: torch.device, k: int, vocab: int, is_greedy: bool) -> float:
+    """Microseconds of a round's end, from logits to the host's ring."""
     found = ops.round_ops(device)
     assert found is not None
-    start = torch.tensor([0, 0, 0, 10, 1 << 40, 0], device=device)
-    state = start.clone()
-    params = torch.zeros(4096, dtype=torch.uint8, device=device)  # temperature 0
+    state = torch.tensor([0, 0, 0, 10, 1 << 40, 0], device=device)
+    values = np.zeros(1, PARAMS)
+    values["temperature"] = 0.0 if is_greedy else 0.8
+    values["top_p"], values["log_min_p"], values["repetition"] = 0.95, -np.inf, 1.0
+    params = torch.from_numpy(np.frombuffer(values.tobytes(), np.uint8).copy()).to(device)
     logits = torch.randn(k + 1, vocab, device=device)
     bias = torch.zeros(vocab, device=device)
     counts = torch.zeros(k + 1, vocab, dtype=torch.int32, device=device)
     p = found.workspace(k + 1, vocab, device)
     draft = torch.zeros(k, dtype=torch.int64, device=device)
-    history = torch.zeros(4096, dtype=torch.int32, device=device)
+    history = torch.zeros(1 << 20, dtype=torch.int32, device=device)  # the text grows
     token = torch.zeros(1, dtype=torch.int64, device=device)
     lens = torch.zeros(1, dtype=torch.int32, device=device)
     ring = torch.zeros(16, RING_WORDS, dtype=torch.int64).pin_memory()
+    ends = (draft, history, token, lens, None, None, ring)
+    how = {"draft_rows": vocab, "has_proposed": False}
+    sizes = {"vocab_size": vocab, "draft_vocab_size": vocab}
 
     def run() -> None:
+        if is_greedy:
+            found.accept_best(params, state, logits, *ends, **how)
+            return
         found.distribution(logits, params, bias, counts, p)
-        found.accept(
-            *(params, state, p, None, draft, history, token, lens, None, ring),
-            vocab_size=vocab,
-            draft_vocab_size=vocab,
-            has_proposed=False,
-        )
-        state.copy_(start)  # one more tiny kernel: the text must not grow
+        found.accept(params, state, p, None, *ends, **sizes, **how)
 
-    return 1e6 * common.median_gpu_seconds(common.graphed(run))
+    return each_us(run)
 
 
 def kernel_times(device: torch.device, vocab: int, results: Path, facts: dict[str, str]) -> None:
@@ -106,10 +125,14 @@ def kernel_times(device: torch.device, vocab: int, results: Path, facts: dict[st
     records: list[dict[str, Any]] = []
     for length in (1024, 16 * 1024, 128 * 1024):
         records.append({"op": "ngram", "size": f"{length} tokens", "us": lookup_us(device, length)})
-    for k in (4, 8):
-        size = f"k {k}, V {vocab}"
-        us = accept_us(device, k, vocab)
-        records.append({"op": "distribution + accept", "size": size, "us": us})
+    for k, is_greedy in itertools.product((4, 8), (True, False)):
+        op = "accept, greedy" if is_greedy else "distribution + accept, top-p"
+        us = accept_us(device, k, vocab, is_greedy)
+        records.append({"op": op, "size": f"k {k}, V {vocab}", "us": us})
+    logits = torch.randn(1, vocab, device=device)
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    us = each_us(lambda: ops.argmax(logits, token))
+    records.append({"op": "argmax", "size": f"V {vocab}", "us": us})
     rows = [[record["op"], record["size"], f"{record['us']:.1f}"] for record in records]
     print(common.markdown_table(["op", "size", "us"], rows))
     for record in records:
@@ -186,7 +209,7 @@ def main() -> None:
     parser.add_argument("--draft", help="a draft model")
     parser.add_argument("--draft-shape", choices=sorted(common.SHAPES), help="random weights")
     parser.add_argument("--ngram", action="store_true")
-    parser.add_argument("--accept", type=float, metavar="P", help="right with this probability")
+    parser.add_argument("--accept", type=float, metavar="P", help="share of right tokens")
     parser.add_argument("-k", nargs="+", default=["3", "5", "8", "auto"])
     parser.add_argument("--prompt", type=int, default=128, help="of random weights: prompt tokens")
     parser.add_argument("--new", type=int, default=128, help="new tokens (default 128)")

@@ -10,7 +10,8 @@
 // First launch: one block a slice of 1024 tokens. Each block decides how many drafted tokens stand
 // (k tests in one warp: cheaper than a launch and a round trip) and sums its slice of the weights
 // to draw from. Second launch: one block finds slice and token, writes text, lengths, counters and
-// the host's ring. The greedy case is no other code: its weights are one token's.
+// the host's ring. Greedy rows are no other code here: their weights are one token's.
+// accept_best.cu comes to the same without distributions.
 
 #include "round.cuh"
 
@@ -64,15 +65,11 @@ struct Round {
   int k;
   int has_proposed;  // whether state->proposed tells how many of the k there are
 
+  __device__ int64_t drafted(int lane) const { return lane < k ? draft[lane] : -1; }
   // A draft whose logits were not finite drew nothing: its token was certain, like a copied one.
   __device__ bool has_q(int row) const {
     return q.base != nullptr && q[row].distribution->is_valid;
   }
-};
-
-struct Verdict {
-  int proposed;  // drafted tokens judged
-  int stands;    // of these
 };
 
 __device__ __forceinline__ double unit(Word uniform) {
@@ -84,12 +81,10 @@ __device__ Verdict judge(const Round& r, Verdict* shared) {
   if (threadIdx.x < kWarpSize) {
     const int lane = static_cast<int>(threadIdx.x);
     const RoundState& state = *r.state;
-    int proposed = r.has_proposed ? static_cast<int>(state.proposed) : r.k;
-    proposed = static_cast<int>(min(static_cast<int64_t>(proposed), state.remaining - 1));
-    bool is_stop = false, falls = false;
+    const int proposed = r.has_proposed ? static_cast<int>(state.proposed) : r.k;
+    const int64_t token = r.drafted(lane);
+    bool falls = false;
     if (lane < proposed) {
-      const int64_t token = r.draft[lane];
-      for (int i = 0; i < r.params->num_stops; ++i) is_stop |= r.params->stops[i] == token;
       const Row p = r.p[lane];
       const uint32_t id = static_cast<uint32_t>(token);
       const double mine = p.distribution->is_valid ? p.probability(id) : 0.0;
@@ -98,12 +93,8 @@ __device__ Verdict judge(const Round& r, Verdict* shared) {
                                static_cast<uint32_t>(lane), kAcceptToken);
       falls = !(unit(u) * theirs < mine);
     }
-    // A draft ends with the first stop: nothing after it would be text.
-    const unsigned stops = __ballot_sync(kFullWarp, is_stop);
-    const unsigned fallen = __ballot_sync(kFullWarp, falls);
-    if (stops != 0) proposed = min(proposed, __ffs(static_cast<int>(stops)));
-    const int stands = fallen == 0 ? proposed : min(proposed, __ffs(static_cast<int>(fallen)) - 1);
-    if (lane == 0) *shared = {proposed, stands};
+    const Verdict verdict = judge_lanes(token, falls, proposed, state.remaining, Stops(*r.params));
+    if (lane == 0) *shared = verdict;
   }
   __syncthreads();  // the verdict is there
   return *shared;
@@ -211,53 +202,8 @@ __global__ void __launch_bounds__(kThreads) accept_sums_kernel(Round r, Word* su
   if (threadIdx.x == 0) sums[blockIdx.x] = total;
 }
 
-struct Result {
-  int32_t* history;     // [capacity]
-  int64_t* next;        // [1] the next round's first input
-  int32_t* seq_lens;    // [1] of the target
-  int32_t* draft_lens;  // [1] of the draft, or null
-  Word* ring;           // [slots, kRoundWords] in host memory
-  int slots;
-};
-
-// Word 0: tokens made, drafted tokens that stand, proposed ones, each 8 bits, then a bit that says
-// that no token could be chosen. Word 1: GPU nanoseconds, 48 bits under 16 of the round. Then the
-// tokens. Each word but the second is tagged with the round in its upper half.
-__device__ void publish_round(const Round& r, const Result& out, Verdict verdict, bool is_valid,
-                              uint32_t token) {
-  RoundState& state = *r.state;
-  const uint32_t tag = static_cast<uint32_t>(state.round + 1);
-  Word* words = out.ring + static_cast<int64_t>(tag % out.slots) * kRoundWords;
-  const auto publish = [&](int index, uint32_t value) {
-    *reinterpret_cast<volatile Word*>(words + index) = static_cast<Word>(tag) << 32 | value;
-  };
-  const int most = verdict.stands + (is_valid ? 1 : 0);
-  int made = 0;
-  bool is_end = false;
-  int64_t last = *out.next;
-  while (made < most && !is_end) {
-    last = made < verdict.stands ? r.draft[made] : static_cast<int64_t>(token);
-    out.history[state.length + made] = static_cast<int32_t>(last);
-    publish(2 + made, static_cast<uint32_t>(last));
-    ++made;
-    is_end = made == state.remaining;
-    for (int i = 0; i < r.params->num_stops; ++i) is_end |= r.params->stops[i] == last;
-  }
-  const bool is_bad = !is_valid && !is_end;
-  const Word stamp = static_cast<Word>(tag) << 48 | (global_timer() & ((Word{1} << 48) - 1));
-  *reinterpret_cast<volatile Word*>(words + 1) = stamp;
-  publish(0, static_cast<uint32_t>(made | verdict.stands << 8 | verdict.proposed << 16 |
-                                   (is_bad ? 1 << 24 : 0)));
-  state.round += 1;
-  state.draws += 1;
-  state.length += made;
-  state.remaining -= made;
-  state.is_done = is_end || is_bad;
-  *out.next = last;
-}
-
 __global__ void __launch_bounds__(kThreads)
-    accept_pick_kernel(Round r, Result out, const Word* sums, int slices) {  // [slices]
+    accept_pick_kernel(Round r, RoundResult out, const Word* sums, int slices) {  // [slices]
   __shared__ Word scratch[kThreads / kWarpSize];
   __shared__ Word place[2];
   __shared__ uint32_t found;
@@ -274,14 +220,12 @@ __global__ void __launch_bounds__(kThreads)
       token = draw(target, sums, slices, uniform, scratch, &found, place);
     }
     __syncthreads();  // everyone has read the state before it moves on
-    if (threadIdx.x == 0) publish_round(r, out, verdict, is_valid, token);
+    if (threadIdx.x < kWarpSize) {
+      const int64_t drafted = r.drafted(static_cast<int>(threadIdx.x));
+      publish_round(r.state, out, Stops(*r.params), verdict, drafted, is_valid, token);
+    }
   }
-  // The passes have advanced the lengths by what they ran; the text says what stands.
-  if (threadIdx.x == 0) {
-    const int32_t length = static_cast<int32_t>(r.state->length);
-    *out.seq_lens = length - 1;
-    if (out.draft_lens != nullptr) *out.draft_lens = length - 2;
-  }
+  if (threadIdx.x == 0) set_lengths(*r.state, out);
 }
 
 // ---- the draw of a drafted token -------------------------------------------------------------
@@ -323,10 +267,10 @@ int64_t td_accept_workspace(int64_t vocab_size) {
 }
 
 int td_accept(const void* params, void* state, const void* p, const void* q, const int64_t* draft,
-              int32_t* history, int64_t* next, int32_t* seq_lens, int32_t* draft_lens, void* ring,
-              void* workspace, int64_t k, int64_t vocab_size, int64_t draft_vocab_size,
-              int64_t q_stride, int64_t has_proposed, int64_t slots, int dtype, int device,
-              void* stream) {
+              int32_t* history, int64_t* next, int32_t* seq_lens, int32_t* draft_lens,
+              int64_t* draft_input, void* ring, void* workspace, int64_t k, int64_t vocab_size,
+              int64_t draft_vocab_size, int64_t q_stride, int64_t draft_rows, int64_t has_proposed,
+              int64_t slots, int dtype, int device, void* stream) {
   if (dtype != TD_FLOAT32 || k < 0 || k > td::kMaxDraft || vocab_size <= 0 ||
       vocab_size > td::kMaxVocab || (q != nullptr && draft_vocab_size > vocab_size)) {
     return cudaErrorInvalidValue;
@@ -341,8 +285,14 @@ int td_accept(const void* params, void* state, const void* p, const void* q, con
                            draft,
                            static_cast<int>(k),
                            static_cast<int>(has_proposed)};
-  const td::Result result = {
-      history, next, seq_lens, draft_lens, static_cast<td::Word*>(ring), static_cast<int>(slots)};
+  const td::RoundResult result = {history,
+                                  next,
+                                  seq_lens,
+                                  draft_lens,
+                                  draft_input,
+                                  draft_rows,
+                                  static_cast<td::Word*>(ring),
+                                  static_cast<int>(slots)};
   const int slices = td::slices_of(vocab_size);
   auto* sums = static_cast<td::Word*>(workspace);
   td::Launcher launcher(device, stream);

@@ -80,12 +80,14 @@ TD_OP(distribution)
 TD_OP(ngram)
 TD_OP(draft_token)
 TD_OP(accept)
+TD_OP(accept_best)
 TD_OP(read)
 TD_NUMBER(attention_workspace)
 TD_NUMBER(argmax_workspace)
 TD_NUMBER(sample_workspace)
 TD_NUMBER(ngram_workspace)
 TD_NUMBER(accept_workspace)
+TD_NUMBER(accept_best_workspace)
 TD_NUMBER(abi_version)
 TD_NUMBER(cuda_version)
 TD_NUMBER(driver_version)
@@ -127,6 +129,8 @@ PyMethodDef methods[] = {
     TD_ENTRY(draft_token),
     TD_ENTRY(accept),
     TD_ENTRY(accept_workspace),
+    TD_ENTRY(accept_best),
+    TD_ENTRY(accept_best_workspace),
     TD_ENTRY(read),
     TD_ENTRY(abi_version),
     TD_ENTRY(cuda_version),

@@ -1,66 +1,101 @@
 // Drafting by lookup: the tokens that followed the last ones of the text when they occurred before.
 //
-// Every thread looks at four places of the text and counts how many tokens before each equal the
+// Every thread looks at eight places of the text and counts how many tokens before each equal the
 // text's last ones. The longest match wins and of equal ones the last, which one 64-bit key orders:
-// length above, place below. One block reduces the blocks' keys and copies. The text is read once,
-// 0.5 MB at 128K tokens; nearly every comparison ends at its first token, so the time is two
-// launches. No loop over the text, whatever its length, and no index to keep.
+// length above, place below. No loop over the text, whatever its length, and no index to keep.
+//
+// The text is read once, 0.5 MB at 128K tokens, so the time is that of loads that wait for each
+// other. A block reads its part into shared memory before it knows how long the text is, and looks
+// there. Up to kPlaces tokens one block does everything; beyond, a second launch reduces the
+// blocks' keys and copies.
 
 #include "round.cuh"
 
 namespace td {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kPlaces = 4 * kThreads;  // of one block
+constexpr int kThreads = 1024;
+constexpr int kPerThread = 8;
+constexpr int kPlaces = kPerThread * kThreads;  // of one block
 
+struct Lookup {
+  const int32_t* history;  // [capacity]
+  RoundState* state;       // [1]
+  int64_t* draft;          // [k]
+  int capacity, k, max_n, min_n;
+};
+
+// All threads call it. Past the end of the text the copy goes on with its own tokens: a period
+// repeats. `text` is the text, from wherever it is read fastest.
+__device__ __forceinline__ void copy_draft(const Lookup& l, const int32_t* text, int length,
+                                           Word best) {
+  const int end = static_cast<int>(best & 0xffffffffu);
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < l.k) l.draft[i] = best == 0 ? 0 : text[end + i % (length - end)];
+  if (i == 0) l.state->proposed = best == 0 ? 0 : l.k;
+}
+
+// kIsAlone: the only block, which copies too; otherwise it leaves a key in partials.
+template <bool kIsAlone>
 __global__ void __launch_bounds__(kThreads)
-    ngram_search_kernel(const int32_t* history,   // [capacity]
-                        const RoundState* state,  // [1]
-                        Word* partials,           // [blocks]
-                        int max_n, int min_n) {
+    ngram_search_kernel(Lookup l, Word* partials) {  // [blocks]
   __shared__ Word scratch[kThreads / kWarpSize];
-  __shared__ int32_t tail[kMaxNgram];
+  __shared__ int32_t tile[kMaxNgram + kPlaces];  // the tokens before this block's places come first
+  __shared__ int32_t tail[kMaxNgram];            // the last tokens, the very last first
   begin_kernel();
-  const int length = static_cast<int>(state->length);
-  if (static_cast<int>(threadIdx.x) < max_n && static_cast<int>(threadIdx.x) < length) {
-    tail[threadIdx.x] = history[length - 1 - static_cast<int>(threadIdx.x)];
+  const int mine = static_cast<int>(threadIdx.x);
+  const int first = static_cast<int>(blockIdx.x) * kPlaces;
+  int32_t token[kPerThread];
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const int at = first + i * kThreads + mine;
+    token[i] = at < l.capacity ? l.history[at] : 0;
   }
-  __syncthreads();  // the tail is in shared memory
+  const int length = static_cast<int>(l.state->length);
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) tile[kMaxNgram + i * kThreads + mine] = token[i];
+  if (!kIsAlone && mine < kMaxNgram) {
+    tile[mine] = first > 0 ? l.history[first - kMaxNgram + mine] : 0;
+    if (mine < length) tail[mine] = l.history[length - 1 - mine];
+  }
+  __syncthreads();                         // the tokens are in shared memory
+  const int32_t* text = tile + kMaxNgram;  // from the block's first place on
+  if (kIsAlone) {
+    if (mine < kMaxNgram && mine < length) tail[mine] = text[length - 1 - mine];
+    __syncthreads();  // the tail is there
+  }
+
   Word best = 0;
-  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
     // `end` is the index after the match: at least one token follows it there.
-    const int end =
-        static_cast<int>(blockIdx.x) * kPlaces + i * kThreads + static_cast<int>(threadIdx.x) + 1;
-    if (end >= length) break;
-    int matched = 0;
-    while (matched < max_n && matched < end && history[end - 1 - matched] == tail[matched]) {
-      ++matched;
-    }
-    if (matched >= min_n) {
+    const int place = i * kThreads + mine, end = first + place + 1;
+    if (end >= length || token[i] != tail[0]) continue;
+    int matched = 1;
+    while (matched < l.max_n && matched < end && text[place - matched] == tail[matched]) ++matched;
+    if (matched >= l.min_n) {
       best = Max()(best, static_cast<Word>(matched) << 32 | static_cast<Word>(end));
     }
   }
   best = block_reduce(best, Word{0}, scratch, Max());
-  if (threadIdx.x == 0) partials[blockIdx.x] = best;
+  if (kIsAlone) {
+    copy_draft(l, text, length, best);
+  } else if (mine == 0) {
+    partials[blockIdx.x] = best;
+  }
 }
 
-__global__ void __launch_bounds__(kThreads) ngram_copy_kernel(const int32_t* history,  // [capacity]
-                                                              RoundState* state,       // [1]
-                                                              const Word* partials,    // [blocks]
-                                                              int64_t* draft,          // [k]
-                                                              int blocks, int k) {
-  __shared__ Word scratch[kThreads / kWarpSize];
+constexpr int kCopyThreads = 256;
+
+__global__ void __launch_bounds__(kCopyThreads)
+    ngram_copy_kernel(Lookup l, const Word* partials, int blocks) {  // [blocks]
+  __shared__ Word scratch[kCopyThreads / kWarpSize];
   begin_kernel();
   Word best = 0;
-  for (int i = threadIdx.x; i < blocks; i += kThreads) best = Max()(best, partials[i]);
+  const int length = static_cast<int>(l.state->length);
+  for (int i = threadIdx.x; i < blocks; i += kCopyThreads) best = Max()(best, partials[i]);
   best = block_reduce(best, Word{0}, scratch, Max());
-  const int length = static_cast<int>(state->length);
-  const int end = static_cast<int>(best & 0xffffffffu);
-  const int i = static_cast<int>(threadIdx.x);
-  // Past the end of the text the copy goes on with its own tokens: a period repeats.
-  if (i < k) draft[i] = best == 0 ? 0 : history[end + i % (length - end)];
-  if (i == 0) state->proposed = best == 0 ? 0 : k;
+  copy_draft(l, l.history, length, best);
 }
 
 int blocks_of(int64_t capacity) { return static_cast<int>(ceil_div<int64_t>(capacity, kPlaces)); }
@@ -80,11 +115,20 @@ int td_ngram(const int32_t* history, void* state, int64_t* draft, void* workspac
   }
   const int blocks = td::blocks_of(capacity);
   auto* partials = static_cast<td::Word*>(workspace);
-  auto* round = static_cast<td::RoundState*>(state);
+  const td::Lookup lookup = {history,
+                             static_cast<td::RoundState*>(state),
+                             draft,
+                             static_cast<int>(capacity),
+                             static_cast<int>(k),
+                             static_cast<int>(max_n),
+                             static_cast<int>(min_n)};
   td::Launcher launcher(device, stream);
-  launcher.run(td::ngram_search_kernel, dim3(static_cast<unsigned>(blocks)), td::kThreads, history,
-               round, partials, static_cast<int>(max_n), static_cast<int>(min_n));
-  launcher.run(td::ngram_copy_kernel, dim3(1), td::kThreads, history, round, partials, draft,
-               blocks, static_cast<int>(k));
+  const dim3 grid(static_cast<unsigned>(blocks));
+  if (blocks == 1) {
+    launcher.run(td::ngram_search_kernel<true>, grid, td::kThreads, lookup, partials);
+  } else {
+    launcher.run(td::ngram_search_kernel<false>, grid, td::kThreads, lookup, partials);
+    launcher.run(td::ngram_copy_kernel, dim3(1), td::kCopyThreads, lookup, partials, blocks);
+  }
   return launcher.status();
 }

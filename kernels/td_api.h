@@ -170,19 +170,30 @@ int td_draft_token(const void* params, const void* state, const void* q, int64_t
                    void* stream);
 
 // Accepts a prefix of the draft, draws the token after it, appends both to the text, and sets the
-// lengths: seq_lens to the text less its last token, draft_lens to one less.
+// lengths: seq_lens to the text less its last token, draft_lens to one less. draft_input takes the
+// text's last two tokens, with 0 for an id from draft_rows on.
 //   p: a td_distribution workspace of k + 1 rows; q: k of one row, q_stride bytes apart, or null:
 //   all mass on the drafted token. draft int64 [k], k 0 to 15; has_proposed: state->proposed says
 //   how many of them there are. history int32, room for k + 1 more; next int64 [1]: the text's last
-//   token; seq_lens, draft_lens (or null) int32 [1]; ring int64 [slots, 32], pinned or on the
-//   device. draft_vocab_size at most vocab_size. workspace: td_accept_workspace bytes, 8-byte
-//   aligned.
+//   token; seq_lens, draft_lens (or null) int32 [1]; draft_input (or null) int64 [2]; ring int64
+//   [slots, 32], pinned or on the device. draft_vocab_size at most vocab_size. workspace:
+//   td_accept_workspace bytes, 8-byte aligned.
 int td_accept(const void* params, void* state, const void* p, const void* q, const int64_t* draft,
-              int32_t* history, int64_t* next, int32_t* seq_lens, int32_t* draft_lens, void* ring,
-              void* workspace, int64_t k, int64_t vocab_size, int64_t draft_vocab_size,
-              int64_t q_stride, int64_t has_proposed, int64_t slots, int dtype, int device,
-              void* stream);
+              int32_t* history, int64_t* next, int32_t* seq_lens, int32_t* draft_lens,
+              int64_t* draft_input, void* ring, void* workspace, int64_t k, int64_t vocab_size,
+              int64_t draft_vocab_size, int64_t q_stride, int64_t draft_rows, int64_t has_proposed,
+              int64_t slots, int dtype, int device, void* stream);
 int64_t td_accept_workspace(int64_t vocab_size);
+
+// td_accept of distributions that are all on the best token of each row, and of drafts without a q.
+//   logits float32 [k + 1, V], k 0 to 15. workspace: td_accept_best_workspace bytes, 8-byte
+//   aligned, no preparation. The rest as in td_accept.
+int td_accept_best(const void* params, void* state, const float* logits, const int64_t* draft,
+                   int32_t* history, int64_t* next, int32_t* seq_lens, int32_t* draft_lens,
+                   int64_t* draft_input, void* ring, void* workspace, int64_t k, int64_t vocab_size,
+                   int64_t draft_rows, int64_t has_proposed, int64_t slots, int dtype, int device,
+                   void* stream);
+int64_t td_accept_best_workspace(int64_t rows);
 
 // Reads all whole tiles of 32 KB of data (16-byte aligned); writes nothing. sink uint32 [1].
 int td_read(const void* data, int64_t bytes, void* sink, int device, void* stream);

@@ -37,8 +37,10 @@ class Sides:
         self.draft = draft
         self.params = params
 
-    def run(self, module: Any, state: Tensor, has_proposed: bool = False) -> dict[str, Any]:
-        """What one accept leaves behind."""
+    def run(
+        self, module: Any, state: Tensor, has_proposed: bool = False, is_best: bool = False
+    ) -> dict[str, Any]:
+        """What one accept leaves behind; `is_best`: the one that takes logits."""
         device = self.bench.device if module is kernels else torch.device("cpu")
         place = (lambda x: x.to(device)) if module is ref_round else self.bench.put
         setup = Setup(self.bench, 1, self.p.shape[1], dict(self.params))
@@ -54,7 +56,7 @@ class Sides:
             module.distribution(place(logits), params, bias, counts, out)
             return out
 
-        p = distributions(self.p)
+        p = None if is_best else distributions(self.p)
         q = None
         if self.q is not None:
             q = torch.stack([distributions(row[None]).view(-1) for row in self.q])
@@ -64,27 +66,38 @@ class Sides:
         length = int(state[ref_round.LENGTH])
         history = Guarded((length + 20,), torch.int32, device)
         history.tensor.fill_(7)
-        following = torch.full((1,), -1, dtype=torch.int64, device=device)
+        following = torch.full((1,), 7, dtype=torch.int64, device=device)
+        draft_input = torch.full((2,), -1, dtype=torch.int64, device=device)
         lens = torch.zeros(2, dtype=torch.int32, device=device)
         ring = torch.zeros(4, ref_round.RING_WORDS, dtype=torch.int64, device=device)
         draft = torch.tensor(self.draft, dtype=torch.int64, device=device)
-        module.accept(
-            *(params, state, p, q, draft, history.tensor, following, lens[:1], lens[1:], ring),
-            vocab_size=vocab,
-            draft_vocab_size=draft_vocab,
-            has_proposed=has_proposed,
-        )
+        ends = (draft, history.tensor, following, lens[:1], lens[1:], draft_input, ring)
+        how = {"draft_rows": 6, "has_proposed": has_proposed}
+        if is_best:
+            module.accept_best(params, state, place(self.p), *ends, **how)
+        else:
+            sizes = {"vocab_size": vocab, "draft_vocab_size": draft_vocab}
+            module.accept(params, state, p, q, *ends, **sizes, **how)
         history.assert_guards()
         ring[:, 1] = 0  # the time
-        results = (state, history.tensor, following, lens, ring)
-        names = ("state", "history", "following", "lens", "ring")
+        results = (state, history.tensor, following, lens, draft_input, ring)
+        names = ("state", "history", "following", "lens", "draft_input", "ring")
         return {name: x.cpu() for name, x in zip(names, results, strict=True)}
 
     def check(self, state: Tensor, has_proposed: bool = False) -> dict[str, Any]:
         mine = self.run(kernels, state, has_proposed)
-        twin = self.run(ref_round, state, has_proposed)
-        for name, x in twin.items():
-            assert torch.equal(mine[name], x), (name, mine[name], x)
+        others = [self.run(ref_round, state, has_proposed)]
+        if self.params.get("temperature", 1.0) == 0.0 and self.q is None:
+            others.append(self.run(kernels, state, has_proposed, True))
+            others.append(self.run(ref_round, state, has_proposed, True))
+        for other in others:
+            for name, x in other.items():
+                assert torch.equal(mine[name], x), (name, mine[name], x)
+        length = int(state[ref_round.LENGTH])
+        text = mine["history"].tolist()[: int(mine["state"][ref_round.LENGTH])]
+        if len(text) > length:
+            assert mine["draft_input"].tolist() == [x if x < 6 else 0 for x in text[-2:]]
+            assert int(mine["following"]) == text[-1]
         return mine
 
 
@@ -106,6 +119,42 @@ def test_accept_is_the_twins(
         stands.add(int(found["ring"][(draws + 1) % 4, 0]) >> 8 & 0xFF)
         assert found["lens"].tolist() == [found["state"][3] - 1, found["state"][3] - 2]
     assert stands == {k} if params["temperature"] == 0 else stands
+
+
+@pytest.mark.parametrize(("vocab", "k"), [(5, 0), (9, 4), (1025, 3), (1028, 15), (140000, 1)])
+def test_best_tokens_without_distributions(bench: Any, vocab: int, k: int) -> None:
+    """Equal logits, a draft that falls anywhere, awkward values beside the best one."""
+    torch.manual_seed(vocab)
+    for fall in range(k + 1):
+        p = torch.randint(-3, 4, (k + 1, vocab)).float()  # many equals
+        p[:, vocab // 2] = -torch.inf
+        p[:, 1] = -0.0
+        if fall % 2:
+            p -= 1e30
+        draft = p[:k].argmax(-1).tolist()
+        if fall < k:
+            draft[fall] = vocab - 1 if draft[fall] == 0 else 0
+        bench.schedule(fall + 1)
+        found = Sides(bench, p, None, draft, temperature=0.0).check(state_of(9, draws=fall))
+        assert int(found["ring"][1, 0]) >> 8 & 0xFF == fall
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.nan])
+@pytest.mark.parametrize("vocab", [50, 1025])
+def test_a_broken_row_matters_only_where_it_is_reached(
+    bench: Any, value: float, vocab: int
+) -> None:
+    for row in range(4):
+        p = torch.zeros(4, vocab)
+        draft = [3, 4, 5]
+        p[torch.arange(3), draft] = 30.0
+        p[row, vocab - 1] = value
+        draft[1] = 9  # falls, so that rows 2 and 3 are not looked at
+        found = Sides(bench, p, None, draft, temperature=0.0).check(state_of(9))
+        assert (int(found["ring"][1, 0]) >> 24 & 1) == (row < 2)
+    p = torch.full((1, vocab), -math.inf)
+    found = Sides(bench, p, None, [], temperature=0.0).check(state_of(9))
+    assert int(found["ring"][1, 0]) >> 24 & 1
 
 
 def test_draft_with_a_smaller_vocabulary(bench: Any) -> None:
@@ -184,12 +233,16 @@ def test_draft_token_is_the_twins(bench: Any, vocab: int) -> None:
     assert vocab == 3 or len(set(tokens[kernels])) > 1
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 40, 1024, 1025, 3000])
+@pytest.mark.parametrize(
+    ("length", "capacity"),
+    [*((n, 3500) for n in (1, 2, 5, 40, 1024, 1025, 3500)), (1, 1), (8192, 8192), (3, 8193)]
+    + [(n, 20000) for n in (40, 8192, 8193, 8200, 16385, 20000)],
+)
 @pytest.mark.parametrize("sizes", [(3, 1), (1, 1), (5, 2), (16, 4)])
-def test_ngram_is_the_twins(bench: Any, length: int, sizes: tuple[int, int]) -> None:
+def test_ngram_is_the_twins(bench: Any, length: int, capacity: int, sizes: tuple[int, int]) -> None:
     for symbols in (2, 7, 50):
         torch.manual_seed(length + symbols)
-        text = torch.randint(0, symbols, (3500,), dtype=torch.int32)
+        text = torch.randint(0, symbols, (capacity,), dtype=torch.int32)
         results = []
         for module in (kernels, ref_round):
             device = bench.device if module is kernels else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The torch twin of a speculative round's ends (kernels/ngram.cu, kernels/accept.cu).
+"""The torch twin of a speculative round's ends (kernels/ngram.cu, kernels/accept*.cu).
 
 The specification, with the kernels' own integers and random numbers, so that both decide alike. It
 reads the state on the host and is for the CPU. `speculative.rule` is the same rule in real numbers.
@@ -16,7 +16,7 @@ from tinydecode.ops.ref_sample import Ranked, _adjusted, _Params, scale_uniform,
 # RoundState of kernels/round.cuh: int64 each.
 ROUND, DRAWS, IS_DONE, LENGTH, REMAINING, PROPOSED = range(6)
 STATE_WORDS = 6
-RING_WORDS = 32  # per round; publish_round() in kernels/accept.cu says what they are
+RING_WORDS = 32  # per round; publish_round() in kernels/round.cuh says what they are
 MAX_DRAFT, MAX_NGRAM = 15, 16
 _ONE = 2.0**60
 _ACCEPT, _RESIDUAL, _DRAFT = 1, 2, 3  # UniformUse in kernels/sample.cuh
@@ -98,10 +98,12 @@ def accept(
     following: Tensor,
     seq_lens: Tensor,
     draft_lens: Tensor | None,
+    draft_input: Tensor | None,
     ring: Tensor,
     *,
     vocab_size: int,
     draft_vocab_size: int,
+    draft_rows: int,
     has_proposed: bool,
 ) -> None:
     """Accept a prefix of the draft, draw the token after it, append both to the text.
@@ -120,17 +122,66 @@ def accept(
         following: int64 [1], written: the text's last token, input of the next pass.
         seq_lens: int32 [1], the target's: the text less its last token.
         draft_lens: int32 [1] or None: one less, since a draft's first step takes two tokens.
+        draft_input: int64 [2] or None, written: these two, 0 for an id from draft_rows on.
         ring: int64 [slots, 32], written for the host.
         vocab_size: V.
         draft_vocab_size: at most V.
+        draft_rows: ids that the draft has.
         has_proposed: whether `state[PROPOSED]` says how many tokens there are; else k.
     """
     if not state[IS_DONE]:
+        before = int(state[LENGTH])
         _accept(params, state, p, q, draft, history, following, ring, has_proposed)
+        if draft_input is not None and int(state[LENGTH]) > before:
+            last = history[int(state[LENGTH]) - 2 : int(state[LENGTH])].long()
+            draft_input.copy_(last.masked_fill(last >= draft_rows, 0))
     length = int(state[LENGTH])
     seq_lens.fill_(length - 1)
     if draft_lens is not None:
         draft_lens.fill_(length - 2)
+
+
+def accept_best(
+    params: Tensor,
+    state: Tensor,
+    logits: Tensor,
+    draft: Tensor,
+    history: Tensor,
+    following: Tensor,
+    seq_lens: Tensor,
+    draft_lens: Tensor | None,
+    draft_input: Tensor | None,
+    ring: Tensor,
+    *,
+    draft_rows: int,
+    has_proposed: bool,
+) -> None:
+    """`accept` where each distribution is all on the best token of its row, and there is no q.
+
+    The same rule: with p(x) one or zero, a token stands if it is the row's best one, whatever the
+    uniform, and what follows is the best token of the next row. So the kernel needs no more than
+    these tokens, while the twin says what it must come to.
+
+    Args:
+        params: as in `accept`, which has the other arguments too.
+        logits: float32 [k + 1, V]. The lowest id wins among equals; a row with NaN or +inf, or with
+            nothing above -inf, counts as one that no token can be chosen from.
+    """
+    vocab = logits.shape[1]
+    p = workspace(len(logits), vocab, logits.device)
+    is_good = torch.isfinite(logits.amax(-1))  # NaN is the maximum of its row
+    best = logits.nan_to_num(0.0).argmax(-1)
+    p[torch.arange(len(p)), best] = 1
+    p[:, -2] = 1
+    p[:, -1] = is_good.long()
+    accept(
+        *(params, state, p, None, draft, history, following, seq_lens, draft_lens, draft_input),
+        ring,
+        vocab_size=vocab,
+        draft_vocab_size=vocab,
+        draft_rows=draft_rows,
+        has_proposed=has_proposed,
+    )
 
 
 def _accept(

@@ -1,4 +1,6 @@
-"""The ends of a speculative round: checks, then pointers; like `ops.cuda`, for accept.cu, ngram.cu.
+"""The ends of a speculative round: checks, then pointers; like `ops.cuda`.
+
+For accept*.cu and ngram.cu.
 
 Twin: `ref_round`, whose docstrings say what everything means.
 """
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from tinydecode.ops import cuda, sample
 from tinydecode.ops.ref_round import MAX_DRAFT, MAX_NGRAM, RING_WORDS, STATE_WORDS
-from tinydecode.ops.ref_sample import PARAMS
+from tinydecode.ops.ref_sample import MAX_VOCAB, PARAMS
 
 
 def workspace(rows: int, vocab_size: int, device: torch.device) -> Tensor:
@@ -69,23 +71,22 @@ def accept(
     following: Tensor,
     seq_lens: Tensor,
     draft_lens: Tensor | None,
+    draft_input: Tensor | None,
     ring: Tensor,
     *,
     vocab_size: int,
     draft_vocab_size: int,
+    draft_rows: int,
     has_proposed: bool,
 ) -> None:
     """See `ref_round.accept`; `q` is uint8 [k, bytes of `workspace(1, draft_vocab_size)`]."""
     op = "accept"
-    count = _tokens(op, "draft", draft, 0)
-    _params(op, params)
-    _history(op, history)
-    cuda.expect(op, "state", state, (STATE_WORDS,), torch.int64)
-    cuda.expect(op, "following", following, (1,), torch.int64)
-    cuda.expect(op, "seq_lens", seq_lens, (1,), torch.int32)
+    tensors = _ends(
+        *(op, params, state, draft, history, following, seq_lens, draft_lens, draft_input, ring)
+    )
+    count = draft.numel()
     cuda.expect(op, "p", p, (cuda.native().sample_workspace(count + 1, vocab_size),), torch.uint8)
-    tensors = {"params": params, "state": state, "p": p, "draft": draft, "history": history}
-    tensors |= {"following": following, "seq_lens": seq_lens}
+    tensors["p"] = p
     stride = 0
     if q is not None:
         stride = cuda.native().sample_workspace(1, draft_vocab_size)
@@ -95,22 +96,93 @@ def accept(
                 f"{op}: draft_vocab_size must be at most {vocab_size}, found {draft_vocab_size}"
             )
         tensors["q"] = q
-    if draft_lens is not None:
-        cuda.expect(op, "draft_lens", draft_lens, (1,), torch.int32)
-        tensors["draft_lens"] = draft_lens
-    cuda.expect(op, "ring", ring, (ring.shape[0], RING_WORDS), torch.int64)
     index = cuda.same_device(op, **tensors)
     scratch = torch.empty(
         cuda.native().accept_workspace(vocab_size), dtype=torch.uint8, device=p.device
     )
     arguments = (
-        *(params.data_ptr(), state.data_ptr(), p.data_ptr()),
-        *(0 if q is None else q.data_ptr(), draft.data_ptr(), history.data_ptr()),
-        *(following.data_ptr(), seq_lens.data_ptr()),
-        *(0 if draft_lens is None else draft_lens.data_ptr(), ring.data_ptr(), scratch.data_ptr()),
-        *(count, vocab_size, draft_vocab_size, stride, int(has_proposed), ring.shape[0]),
+        *(params.data_ptr(), state.data_ptr(), p.data_ptr(), _pointer(q), draft.data_ptr()),
+        *(history.data_ptr(), following.data_ptr(), seq_lens.data_ptr(), _pointer(draft_lens)),
+        *(_pointer(draft_input), ring.data_ptr(), scratch.data_ptr(), count, vocab_size),
+        *(draft_vocab_size, stride, draft_rows, int(has_proposed), ring.shape[0]),
     )
     cuda.launch(op, arguments, torch.float32, index, p=p)
+
+
+def accept_best(
+    params: Tensor,
+    state: Tensor,
+    logits: Tensor,
+    draft: Tensor,
+    history: Tensor,
+    following: Tensor,
+    seq_lens: Tensor,
+    draft_lens: Tensor | None,
+    draft_input: Tensor | None,
+    ring: Tensor,
+    *,
+    draft_rows: int,
+    has_proposed: bool,
+) -> None:
+    """See `ref_round.accept_best`."""
+    op = "accept_best"
+    tensors = _ends(
+        *(op, params, state, draft, history, following, seq_lens, draft_lens, draft_input, ring)
+    )
+    count = draft.numel()
+    if logits.dim() != 2 or not 1 <= logits.shape[1] <= MAX_VOCAB:
+        raise ValueError(
+            f"{op}: logits must be [k + 1, V] with V from 1 to {MAX_VOCAB}, "
+            f"found {list(logits.shape)}"
+        )
+    vocab = logits.shape[1]
+    cuda.expect(op, "logits", logits, (count + 1, vocab), torch.float32)
+    index = cuda.same_device(op, logits=logits, **tensors)
+    scratch = torch.empty(
+        cuda.native().accept_best_workspace(count + 1), dtype=torch.uint8, device=logits.device
+    )
+    arguments = (
+        *(params.data_ptr(), state.data_ptr(), logits.data_ptr(), draft.data_ptr()),
+        *(history.data_ptr(), following.data_ptr(), seq_lens.data_ptr(), _pointer(draft_lens)),
+        *(_pointer(draft_input), ring.data_ptr(), scratch.data_ptr(), count, vocab),
+        *(draft_rows, int(has_proposed), ring.shape[0]),
+    )
+    cuda.launch(op, arguments, torch.float32, index, logits=logits)
+
+
+def _ends(
+    op: str,
+    params: Tensor,
+    state: Tensor,
+    draft: Tensor,
+    history: Tensor,
+    following: Tensor,
+    seq_lens: Tensor,
+    draft_lens: Tensor | None,
+    draft_input: Tensor | None,
+    ring: Tensor,
+) -> dict[str, Tensor]:
+    """Check what both accepts take; returns the tensors that must be on one device."""
+    _tokens(op, "draft", draft, 0)
+    _params(op, params)
+    _history(op, history)
+    cuda.expect(op, "state", state, (STATE_WORDS,), torch.int64)
+    cuda.expect(op, "following", following, (1,), torch.int64)
+    cuda.expect(op, "seq_lens", seq_lens, (1,), torch.int32)
+    cuda.expect(op, "ring", ring, (ring.shape[0], RING_WORDS), torch.int64)
+    tensors = {"params": params, "state": state, "draft": draft, "history": history}
+    tensors |= {"following": following, "seq_lens": seq_lens}
+    if draft_lens is not None:
+        cuda.expect(op, "draft_lens", draft_lens, (1,), torch.int32)
+        tensors["draft_lens"] = draft_lens
+    if draft_input is not None:
+        cuda.expect(op, "draft_input", draft_input, (2,), torch.int64)
+        tensors["draft_input"] = draft_input
+    return tensors
+
+
+def _pointer(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _history(op: str, history: Tensor) -> int:

@@ -54,7 +54,14 @@ class Buffers:
             self._draft_vocab = min(vocab, drafter.engine.model.config.vocab_size)
             one = self._ops.workspace(1, self._draft_vocab, device)
             self._q = torch.zeros(MAX_LENGTH, one.numel(), dtype=one.dtype, device=device)
-        self._script = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self._draft_rows = vocab
+        self._draft_input: Tensor | None = None  # int64 [2], the text's last tokens
+        if isinstance(drafter, ModelDrafter):
+            self._draft_rows = drafter.engine.model.config.vocab_size
+            self._draft_input = torch.zeros(2, dtype=torch.int64, device=device)
+        # By the length of the text: what follows it.
+        lengths = capacity if is_scripted else 1
+        self._script = torch.zeros(lengths, MAX_LENGTH, dtype=torch.int64, device=device)
         self._is_scripted = is_scripted
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._picks_best = True
@@ -65,7 +72,7 @@ class Buffers:
 
         Args:
             lengths: tokens to draft, of the rounds to come.
-            picks_best: the draft takes its most likely token, which needs no distribution.
+            picks_best: every token is its row's most likely one, which needs no distributions.
         """
         self._picks_best = picks_best
         for k in lengths:
@@ -100,8 +107,11 @@ class Buffers:
             script: see `ScriptedDrafter`.
         """
         device = self._engine.model.device
-        used = torch.tensor(script[: len(self._script)], dtype=torch.int64)
-        self._script[: len(used)].copy_(used.to(device, non_blocking=True))
+        if self._is_scripted:
+            used = torch.zeros(len(self._script) + MAX_LENGTH - 1, dtype=torch.int64)
+            given = torch.tensor(script[: len(used)], dtype=torch.int64)
+            used[: len(given)] = given
+            self._script.copy_(used.unfold(0, MAX_LENGTH, 1))
         tokens = torch.tensor(text, dtype=torch.int32).to(device, non_blocking=True)
         self.history[: len(text)].copy_(tokens)
         state = [0] * ref_round.STATE_WORDS
@@ -109,6 +119,9 @@ class Buffers:
         state[ref_round.LENGTH], state[ref_round.REMAINING] = len(text), remaining
         self.state.copy_(torch.tensor(state), non_blocking=True)
         self.block[:1].fill_(text[-1])
+        if self._draft_input is not None:
+            for place, token in enumerate(text[-2:]):
+                self._draft_input[place].fill_(token if token < self._draft_rows else 0)
         self._engine.cache.seq_lens.fill_(len(text) - 1)
         return self._last_tag
 
@@ -141,17 +154,26 @@ class Buffers:
             if self._picks_best:
                 q = None
         if k and self._is_scripted:
-            places = torch.arange(k, device=draft.device) + self.state[ref_round.LENGTH]
-            draft.copy_(self._script.index_select(0, places))
+            length = self.state[ref_round.LENGTH : ref_round.LENGTH + 1]
+            torch.index_select(self._script[:, :k], 0, length, out=draft[None])
             q = None
         logits = engine.model.chunk(self.block[None, : k + 1], engine.cache)[0]
+        has_proposed = isinstance(drafter, NgramDrafter) and k > 0 and not self._is_scripted
+        ends = (draft, self.history, self.block[:1], engine.cache.seq_lens, draft_lens)
+        if self._picks_best and q is None:
+            ops_.accept_best(
+                *(params, self.state, logits, *ends, self._draft_input, self._ring),
+                draft_rows=self._draft_rows,
+                has_proposed=has_proposed,
+            )
+            return
         ops_.distribution(logits, params, bias, self._counts[: k + 1], self._p[k])
         ops_.accept(
-            *(params, self.state, self._p[k], q, draft, self.history, self.block[:1]),
-            *(engine.cache.seq_lens, draft_lens, self._ring),
+            *(params, self.state, self._p[k], q, *ends, self._draft_input, self._ring),
             vocab_size=self._vocab,
             draft_vocab_size=self._draft_vocab,
-            has_proposed=isinstance(drafter, NgramDrafter) and k > 0 and not self._is_scripted,
+            draft_rows=self._draft_rows,
+            has_proposed=has_proposed,
         )
 
     def _draft(
@@ -163,12 +185,9 @@ class Buffers:
         is written again with the same values. Not so for a slot of the prompt, whose pass adds in
         another order: behind it the first step takes one.
         """
-        assert self._q is not None
+        assert self._q is not None and self._draft_input is not None
         model, vocab = engine.model, self._draft_vocab
-        last = torch.arange(-first_rows, 0, device=draft.device) + self.state[ref_round.LENGTH]
-        ids = self.history.index_select(0, last).long()
-        # A token that the draft does not have: it can only guess.
-        ids = ids.masked_fill(ids >= model.config.vocab_size, 0)
+        ids = self._draft_input[2 - first_rows :]
         for index in range(draft.numel()):
             logits = model.chunk(ids[None], engine.cache)[0, -1:, :vocab]
             ids = draft[index : index + 1]

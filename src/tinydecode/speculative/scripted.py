@@ -19,7 +19,8 @@ class ScriptedDrafter:
     Args:
         inner: does the work; its tokens are thrown away.
         text: prompt, and what plain decoding gave after it.
-        rate: probability that a token is right.
+        rate: share of the tokens that are right: exactly so many of every hundred, in random order,
+            since a text is short for chance to even out.
         vocab_size: V of the target.
     """
 
@@ -32,7 +33,9 @@ class ScriptedDrafter:
     ) -> None:
         self.inner = inner
         self.is_free = inner.is_free
-        is_right = np.random.default_rng(0).random(len(text)) < rate
+        random = np.random.default_rng(0)
+        hundreds = [random.permutation(100) < round(100 * rate) for _ in range(0, len(text), 100)]
+        is_right = np.concatenate(hundreds)[: len(text)]
         wrong = (np.asarray(text) + 1) % vocab_size
         self.script: list[int] = np.where(is_right, np.asarray(text), wrong).tolist()
 
