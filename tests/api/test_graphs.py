@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,69 @@ def test_graphs_need_a_cuda_model(tmp_path: Path) -> None:
     engine = Engine(load_hf(write_tiny(tmp_path), device="cpu"))
     with pytest.raises(ValueError, match="CUDA graphs need a model on a CUDA device"):
         graphs.enable(engine)
+
+
+class _Recorder:
+    """Stands for torch.cuda.CUDAGraph: tells what was asked of it."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        self._calls.append(f"begin {pool} {capture_error_mode}")
+
+    def capture_end(self) -> None:
+        self._calls.append("end")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a capture asks of CUDA, on the CPU."""
+    made: list[str] = []
+    side = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: _Recorder(made))
+    monkeypatch.setattr(graphs, "_side_stream", lambda _: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: mock.Mock())
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: made.append(name))
+    monkeypatch.setattr(gc, "collect", lambda *_: made.append("collect"))
+    return made
+
+
+@pytest.mark.parametrize(("free", "before"), [(2**34, []), (2**20, ["empty_cache"])])
+def test_a_capture_costs_no_more_than_it_must(
+    tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch, free: int, before: list[str]
+) -> None:
+    """Nothing is waited for, collected or given back, unless memory is short."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 2**36))
+    cache = Engine(load_hf(write_tiny(tmp_path), device="cpu"), max_seq_len=20).cache
+    cache.seq_lens.fill_(7)
+    lengths = []
+
+    def run() -> torch.Tensor:
+        calls.append("run")
+        lengths.append(cache.seq_lens.item())
+        return cache.seq_lens
+
+    graphs._capture(cache, 3, run, "pool", 1)
+    assert calls == ["run", *before, "begin pool thread_local", "run", "end"]
+    assert lengths[0] == 17 and cache.seq_lens.item() == 7 and gc.isenabled()
+
+
+def test_a_pass_that_fails_ends_its_capture(
+    tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**34, 2**36))
+    cache = Engine(load_hf(write_tiny(tmp_path), device="cpu"), max_seq_len=20).cache
+
+    def run() -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        graphs._capture(cache, 3, run, None, 0)
+    assert calls == ["begin None thread_local", "end"] and gc.isenabled()
 
 
 @pytest.mark.cuda
