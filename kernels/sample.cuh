@@ -211,9 +211,8 @@ struct Prefixes {
 };
 
 // The prefixes of a histogram; a barrier must follow before they are read.
-template <int kThreads>
-__device__ __forceinline__ void prefix_sums(Prefixes& out, const Word* mass, const uint32_t* count,
-                                            Word* scratch) {
+template <int kThreads, typename M, typename C>
+__device__ __forceinline__ void prefix_sums(Prefixes& out, M mass, C count, Word* scratch) {
   constexpr int kPer = kBins / kThreads;
   Word m[kPer], mass_sum = 0;
   uint32_t c[kPer], count_sum = 0;
@@ -245,31 +244,36 @@ __device__ __forceinline__ void prefix_sums(Prefixes& out, const Word* mass, con
 
 constexpr int kFilterThreads = 256;         // of the kernels that go over the vocabulary
 constexpr int kSlice = 4 * kFilterThreads;  // tokens of one of their blocks, one load a thread
-constexpr int kListed = 2048;               // tokens the last kernel can rank in shared memory
+constexpr int kChunk = 32;                  // tokens whose best z is known, one line of z
+constexpr int kPart = 2048;                 // of a block of the kernel that chooses
+constexpr int kStarts = kBins + 1;
 
 // Pointers into the workspace; every row has its own part of each.
 struct SampleScratch {
   Word* maxima;                // [B, splits] best key of a slice; all ones: NaN or +inf in it
   Distribution* distribution;  // [B]
+  float* chunk_max;            // [B, chunks] best z of 32 tokens; +inf: NaN or +inf among them
   Word* mass;                  // [B, kBins]
   uint32_t* count;             // [B, kBins]
-  Word* list;                  // [B, kListed] keys that decide cuts and draw, in no order
-  uint32_t* listed;            // [B]
+  uint32_t* arrived;           // [B] blocks whose part is in mass, count, sorted and starts
+  Word* sorted;                // [B, parts, kPart] keys of a part's tokens, bin after bin
+  uint16_t* starts;            // [B, parts, kStarts] where a bin starts in them; their number
   Word* tops;                  // [B, splits, kMaxLogprobs] a slice's likeliest tokens
   double* sums;                // [B, splits] exp relative to the slice's best
   Word* row_tops;              // [B, kMaxLogprobs]
   double* row_log_sum;         // [B] log of the sum of exp of the model's logits
   float* z;                    // [B, padded] adjusted logits, -inf after the last
-  int splits, padded, vocab;
+  int splits, chunks, parts, padded, vocab;
 };
 
 // Lays the scratch out; `bytes`, unless null, receives its size.
 SampleScratch sample_scratch(void* workspace, int64_t batch, int64_t vocab, int64_t* bytes);
 
-// Maxima, and with has_filters also z, histogram and list. rows may be null: no row has ended.
-void launch_filters(Launcher& launcher, const SampleParams* params, const SampleRow* rows,
-                    const float* logits, const float* bias, const int32_t* counts, int64_t batch,
-                    const SampleScratch& s, bool has_filters, bool is_draw);
+// Maxima, and with has_filters also z, the chunks' maxima and empty tables. rows may be null: no
+// row has ended.
+void launch_adjust(Launcher& launcher, const SampleParams* params, const SampleRow* rows,
+                   const float* logits, const float* bias, const int32_t* counts, int64_t batch,
+                   const SampleScratch& s, bool has_filters);
 
 // The model's own log-probabilities: row_tops and row_log_sum.
 void launch_logprobs(Launcher& launcher, const SampleParams* params, const SampleRow* rows,

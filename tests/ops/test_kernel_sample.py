@@ -77,6 +77,32 @@ def test_many_tokens_in_the_deciding_bins(bench: Any, make: Any, params: dict[st
     torch.testing.assert_close(p[0][same], expected[same], rtol=1e-3, atol=0.0)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"top_p": 0.9}, {"top_k": 700, "top_p": 0.95}, {"top_p": 0.99, "log_min_p": -4.0}],
+)
+def test_the_block_that_comes_last_chooses(bench: Any, params: dict[str, Any]) -> None:
+    vocab = 9001  # five blocks a row, and any of them may be the last
+    torch.manual_seed(7)
+    logits = torch.randn(2, vocab) * 2
+    kernel, twin = both(bench, logits, **params)
+    for seed in range(12):
+        bench.schedule(seed + 1, resident=1 + seed % 5, multiprocessors=1 + seed % 3)
+        assert kernel.run(sample, logits) == twin.run(ref_sample, logits)
+    assert_equal(kernel, twin)
+
+
+def test_a_long_list_of_few(bench: Any) -> None:
+    """More tokens than a list has places where one block serves a top-k: the row is gone over."""
+    vocab = 3000
+    for scale in (0.0, 1e-7, 1e-3):
+        logits = torch.randn(1, vocab) * scale
+        for options in ({}, {"top_p": 0.6}, {"log_min_p": -1e-3}):
+            kernel, twin = both(bench, logits, top_k=40, **options)
+            for _ in range(2):
+                assert kernel.run(sample, logits) == twin.run(ref_sample, logits)
+
+
 def test_ties_go_by_id(bench: Any) -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0, 1.0]])
     for k, expected in ((1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 3, 5])):
