@@ -181,7 +181,8 @@ bool run_cluster(Cluster& cluster) {
     }
     if (block.alive == 0) check_finished(block);
     if (cluster.stores.empty()) continue;
-    for (unsigned n = random_number() % 32; n > 0 && !cluster.stores.empty(); --n) {
+    const unsigned most = random_number() % 2 ? 4 : 64;  // a block wakes up among a few, or many
+    for (unsigned n = random_number() % most; n > 0 && !cluster.stores.empty(); --n) {
       land_store(cluster, random_number() % cluster.stores.size());
       progress = true;
     }
@@ -239,7 +240,6 @@ void run_grid(unsigned threads, unsigned cluster_size,
       Cluster& cluster = *resident[i];
       progress |= run_cluster(cluster);
       if (cluster.alive == 0) {
-        if (!cluster.stores.empty()) land_store(cluster, 0);  // fails
         current_block = nullptr;
         free_slots.push_back(cluster.slot);
         std::swap(resident[i], resident.back());

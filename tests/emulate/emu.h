@@ -6,7 +6,7 @@
 // which makes a missing barrier show as stale or poisoned data under some order rather than as a
 // rare tear. What it finds: wrong indices, missing and divergent barriers, mbarriers used before
 // their set-up, deadlocks, data read before it was written or copied, stores to blocks of a cluster
-// that have not begun or have ended. What it cannot find:
+// that have not begun, have not set up the mbarrier, or end too early. What it cannot find:
 // memory-ordering bugs, bank conflicts, anything about speed.
 //
 // Shared memory, static and dynamic, is filled with 0xFF (NaN in every float type) when a block
@@ -63,18 +63,23 @@ void async_copy(void* target, const void* source, size_t bytes, uint64_t* mbarri
 void async_commit();
 void async_wait(int pending);
 
-// mbarriers, in a layout of our own. Waits return when the phase of that parity has completed.
+// mbarriers, in a layout of our own. Waits return when the phase of that parity has completed. The
+// fence is for other blocks: see below.
 void mbarrier_init(uint64_t* word, unsigned arrivals);
+void mbarrier_init_fence();
 void mbarrier_arrive(uint64_t* word, uint32_t expected_bytes);
 void mbarrier_wait(uint64_t* word, uint32_t parity);
 
-// Clusters. A thread that has ended counts as arrived, but what it stored last is not published. A
-// store goes to the dynamic shared memory of another block, to the place that `mine` has in this
-// one's. It is under way until the barrier completes at which the thread arrives next, and may land
-// at any time before; stores of one thread to one place stay in order.
+// Clusters. A thread that has ended counts as arrived; the barrier orders no data. A store goes to
+// the dynamic shared memory of another block, to the place that `mine` has in this one's. The
+// target is poisoned at once and filled at some later point, in any order, and as many bytes
+// complete on the mbarrier at the place of `mbarrier` in that block. That block must have begun and
+// have set the mbarrier up, the thread that did so fenced it and arrived at the cluster's barrier
+// after that, and the thread that stores waited for that barrier.
 void cluster_arrive(const char* site);
 void cluster_wait(const char* site);
-void store_remote(void* mine, unsigned rank, const void* value, size_t bytes, const char* site);
+void store_remote(void* mine, unsigned rank, const void* value, size_t bytes, uint64_t* mbarrier,
+                  const char* site);
 
 template <typename T>
 T shuffle(unsigned mask, T value, int source, const char* operation) {

@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,8 +42,8 @@ def build(
 ) -> Path:
     """Compile the emulator and some kernel sources into one shared library.
 
-    Libraries are kept in the temporary folder under a hash of everything that goes into them, so
-    that only a change is compiled again.
+    Libraries and the object files of sources are kept in the temporary folder under a hash of
+    everything that goes into them, so that only a change is compiled again.
 
     Args:
         sources: .cu files; all of kernels/ when None.
@@ -51,36 +51,45 @@ def build(
         flags: further compiler flags.
     """
     sources = sorted(KERNELS.glob("*.cu")) if sources is None else list(sources)
-    inputs = [*HERE.glob("*.cpp"), *sources]
-    read = [*inputs, *HERE.glob("*.h"), *(HERE / "shim").iterdir()]
-    read += [*include.glob("*.cuh"), *include.glob("*.h")]
-    digest = hashlib.sha256("\0".join([str(compiler()), *FLAGS, *flags]).encode())
-    for path in sorted(read):
-        digest.update(path.name.encode() + path.read_bytes())
     folder = Path(tempfile.gettempdir()) / f"tinydecode-emulate-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    library = folder / f"{digest.hexdigest()[:24]}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            partial = Path(work) / "out.so"
-            _compile(inputs, partial, [f"-I{HERE / 'shim'}", f"-I{include}", f"-I{HERE}", *flags])
-            partial.rename(library)  # atomic: another test process may be building the same
-    return library
+    headers = [*HERE.glob("*.h"), *(HERE / "shim").iterdir()]
+    headers += [*include.glob("*.cuh"), *include.glob("*.h")]
+    digest = hashlib.sha256("\0".join([str(compiler()), *FLAGS, *flags]).encode())
+    for path in sorted(headers):
+        digest.update(path.name.encode() + path.read_bytes())
+    options = [*FLAGS, f"-I{HERE / 'shim'}", f"-I{include}", f"-I{HERE}", *flags]
 
-
-def _compile(inputs: Iterable[Path], library: Path, flags: Sequence[str]) -> None:
-    def compile_one(source: Path) -> str:
-        target = library.with_name(source.name + ".o")
-        _run([str(compiler()), *FLAGS, *flags, "-x", "c++", "-c", str(source), "-o", str(target)])
-        if source.suffix == ".cu":
-            # Kernels have no static variables but shared memory, which the scheduler must find. (A
-            # section attribute would say so in the source, but GCC ignores it inside templates.)
-            _run(["objcopy", "--rename-section", ".bss=td_shared", str(target)])
-        return str(target)
+    def compile_one(source: Path) -> Path:
+        of_source = digest.copy()
+        of_source.update(source.name.encode() + source.read_bytes())
+        target = folder / f"{of_source.hexdigest()[:24]}.o"
+        return _once(target, lambda partial: _compile(source, partial, options))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, inputs))
-    _run([str(compiler()), "-shared", "-o", str(library), *objects])
+        objects = list(pool.map(compile_one, sorted([*HERE.glob("*.cpp"), *sources])))
+    linked = hashlib.sha256("\0".join(map(str, objects)).encode())
+    command = [str(compiler()), "-shared", *map(str, objects), "-o"]
+    library = folder / f"{linked.hexdigest()[:24]}.so"
+    return _once(library, lambda partial: _run([*command, str(partial)]))
+
+
+def _once(target: Path, make: Callable[[Path], None]) -> Path:
+    """The target, made by `make` where there is none."""
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=target.parent) as work:
+            partial = Path(work) / target.name
+            make(partial)
+            partial.rename(target)  # atomic: another test process may be making the same
+    return target
+
+
+def _compile(source: Path, target: Path, options: Sequence[str]) -> None:
+    _run([str(compiler()), *options, "-x", "c++", "-c", str(source), "-o", str(target)])
+    if source.suffix == ".cu":
+        # Kernels have no static variables but shared memory, which the scheduler must find. (A
+        # section attribute would say so in the source, but GCC ignores it inside templates.)
+        _run(["objcopy", "--rename-section", ".bss=td_shared", str(target)])
 
 
 def _run(command: list[str]) -> None:

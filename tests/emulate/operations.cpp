@@ -9,7 +9,7 @@ namespace {
 
 // mbarrier word: bit 0 phase, 8..19 arrivals of a phase, 20..31 arrivals missing, 32..63 bytes
 // missing (modulo 2^32, since copies may land before they are announced).
-struct Mbarrier {
+struct Word {
   uint64_t word;
   unsigned arrivals() const { return word >> 8 & 0xfff; }
   unsigned missing() const { return word >> 20 & 0xfff; }
@@ -20,17 +20,20 @@ struct Mbarrier {
   }
 };
 
-// What lies in shared memory before the set-up may happen to look like a barrier that waits.
+// The latest set-up; null if there was none. What lies in shared memory before may happen to look
+// like a barrier that waits.
+const Mbarrier* find_mbarrier(const Block& block, const uint64_t* word) {
+  const auto found = std::find_if(block.mbarriers.rbegin(), block.mbarriers.rend(),
+                                  [&](const Mbarrier& m) { return m.word == word; });
+  return found == block.mbarriers.rend() ? nullptr : &*found;
+}
+
 void mbarrier_check(const uint64_t* word) {
-  const std::vector<const uint64_t*>& known = current_block->mbarriers;
-  if (std::find(known.begin(), known.end(), word) == known.end()) {
-    fail(nullptr, "mbarrier used before it was set up");
-  }
+  if (!find_mbarrier(*current_block, word)) fail(nullptr, "mbarrier used before it was set up");
 }
 
 void mbarrier_update(uint64_t* word, unsigned arrived, uint32_t more_bytes) {
-  mbarrier_check(word);
-  Mbarrier b = {*word};
+  Word b = {*word};
   if (arrived > b.missing()) fail(nullptr, "mbarrier: more arrivals than it was made for");
   const unsigned missing = b.missing() - arrived, phase = b.word & 1;
   const uint32_t bytes = b.bytes() + more_bytes;
@@ -39,26 +42,11 @@ void mbarrier_update(uint64_t* word, unsigned arrived, uint32_t more_bytes) {
   *word = b.word;
 }
 
-void arrive(const Store& store) {
-  if (store.to->alive == 0) {
-    fail(store.site, "store to the shared memory of a block that has ended");
-  }
-  std::memcpy(store.target, store.value, store.bytes);
-}
-
-// Ends the phase of the cluster's barrier when every fiber that has not ended has arrived. What
-// they stored before they arrived is then there.
+// Ends the phase of the cluster's barrier when every fiber that has not ended has arrived.
 void end_phase(Cluster& cluster) {
   if (cluster.arrived == 0 || cluster.arrived < cluster.alive) return;
   cluster.arrived = 0;
   ++cluster.generation;
-  const auto arrives = [](const Store& store) {
-    if (store.from->cluster_arrivals == store.after) return false;
-    arrive(store);
-    return true;
-  };
-  std::vector<Store>& stores = cluster.stores;
-  stores.erase(std::remove_if(stores.begin(), stores.end(), arrives), stores.end());
 }
 
 void check_converged(Meeting& meeting, uint64_t phase, const char* site) {
@@ -70,20 +58,21 @@ void check_converged(Meeting& meeting, uint64_t phase, const char* site) {
 
 }  // namespace
 
-// Of stores of one fiber to one place the first arrives first.
 void land_store(Cluster& cluster, size_t index) {
-  const Store& chosen = cluster.stores[index];
-  const auto first =
-      std::find_if(cluster.stores.begin(), cluster.stores.end(), [&](const Store& store) {
-        return store.from == chosen.from && store.target < chosen.target + chosen.bytes &&
-               chosen.target < store.target + store.bytes;
-      });
-  arrive(*first);
-  cluster.stores.erase(first);
+  const Store store = cluster.stores[index];
+  cluster.stores[index] = cluster.stores.back();
+  cluster.stores.pop_back();
+  std::memcpy(store.target, store.value, store.bytes);
+  mbarrier_update(store.mbarrier, 0, -static_cast<uint32_t>(store.bytes));
 }
 
 void leave_cluster() {
   Cluster& cluster = *current_block->cluster;
+  if (current_block->alive == 0) {
+    for (const Store& store : cluster.stores) {
+      if (store.to == current_block) fail(store.site, "a block ended with stores to it under way");
+    }
+  }
   if (fiber().cluster_arrivals > cluster.generation) --cluster.arrived;
   --cluster.alive;
   end_phase(cluster);
@@ -95,7 +84,9 @@ void land(size_t index) {
   copies[index] = copies.back();
   copies.pop_back();
   std::memcpy(copy.target, copy.source, copy.bytes);
-  if (copy.mbarrier) mbarrier_update(copy.mbarrier, 0, -static_cast<uint32_t>(copy.bytes));
+  if (!copy.mbarrier) return;
+  mbarrier_check(copy.mbarrier);
+  mbarrier_update(copy.mbarrier, 0, -static_cast<uint32_t>(copy.bytes));
 }
 
 unsigned char* dynamic_shared() { return aligned_dynamic(*current_block); }
@@ -176,13 +167,22 @@ void async_wait(int pending) {
 }
 
 void mbarrier_init(uint64_t* word, unsigned arrivals) {
-  Mbarrier b;
+  Word b;
   b.set(0, arrivals, arrivals, 0);
   *word = b.word;
-  current_block->mbarriers.push_back(word);
+  current_block->mbarriers.push_back({word, current_fiber});
+}
+
+void mbarrier_init_fence() {
+  for (Mbarrier& m : current_block->mbarriers) {
+    if (m.fiber == current_fiber) {
+      m.known_after = std::min(m.known_after, fiber().cluster_arrivals + 1);
+    }
+  }
 }
 
 void mbarrier_arrive(uint64_t* word, uint32_t expected_bytes) {
+  mbarrier_check(word);
   mbarrier_update(word, 1, expected_bytes);
 }
 
@@ -210,26 +210,33 @@ void cluster_wait(const char* site) {
   ++f.cluster_waits;
 }
 
-void store_remote(void* mine, unsigned rank, const void* value, size_t bytes, const char* site) {
+void store_remote(void* mine, unsigned rank, const void* value, size_t bytes, uint64_t* mbarrier,
+                  const char* site) {
   Cluster& cluster = *current_block->cluster;
   if (rank >= cluster.blocks.size()) {
     fail(site, "store to block %u of a cluster of %zu", rank, cluster.blocks.size());
   }
-  const size_t offset = static_cast<unsigned char*>(mine) - dynamic_shared();
-  if (offset > dynamic_shared_bytes || bytes > dynamic_shared_bytes - offset) {
-    fail(site, "store to another block from an address outside dynamic shared memory");
-  }
-  if (offset % bytes != 0) fail(site, "store that is not aligned to its %zu bytes", bytes);
   Block& to = *cluster.blocks[rank];
+  const auto there = [&](const char* what, void* here, size_t size) {
+    const size_t offset = static_cast<unsigned char*>(here) - dynamic_shared();
+    if (offset > dynamic_shared_bytes || size > dynamic_shared_bytes - offset) {
+      fail(site, "%s in another block at an address outside dynamic shared memory", what);
+    }
+    if (offset % size != 0) fail(site, "%s that is not aligned to its %zu bytes", what, size);
+    return aligned_dynamic(to) + offset;
+  };
+  Store store = {&to, there("store", mine, bytes), bytes, {}, nullptr, site};
+  store.mbarrier = reinterpret_cast<uint64_t*>(there("mbarrier", mbarrier, sizeof *mbarrier));
   if (!to.begun) fail(site, "store to the shared memory of a block that has not begun");
-  Store store = {&to,      aligned_dynamic(to) + offset, bytes, {},
-                 &fiber(), fiber().cluster_arrivals,     site};
-  std::memcpy(store.value, value, bytes);
-  if (&to == current_block || to.alive == 0) {
-    arrive(store);
-  } else {
-    cluster.stores.push_back(store);
+  if (to.alive == 0) fail(site, "store to the shared memory of a block that has ended");
+  const Mbarrier* known = find_mbarrier(to, store.mbarrier);
+  if (!known) fail(site, "the other block has not set up the mbarrier");
+  if (&to != current_block && fiber().cluster_waits < known->known_after) {
+    fail(site, "no fence and barrier of the cluster since the other block set up the mbarrier");
   }
+  std::memcpy(store.value, value, bytes);
+  std::memset(store.target, kPoison, bytes);
+  cluster.stores.push_back(store);
 }
 
 }  // namespace emu

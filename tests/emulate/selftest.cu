@@ -167,79 +167,106 @@ __global__ void mma_kernel(const __nv_bfloat16* a, const __nv_bfloat16* b, float
 
 // ---- clusters --------------------------------------------------------------------------------
 
-enum ClusterFault { kNoFault, kNoStart, kNoEnd, kNoReuse, kLateStores };
+enum ClusterFault { kNoFault, kNoStart, kNoWait, kFewBytes, kManyBytes, kOneBuffer };
+
+// Of dynamic shared memory, as many as there may be rounds at once.
+struct ClusterBuffer {
+  uint64_t arrived[2];
+  float4 fours[8];  // by rank
+  float2 twos[8];
+};
 
 // out [rounds, blocks, 64]: sums of in [rounds, blocks, 64] over the blocks of a cluster. Every
-// block gives its sum to all. What kFault names is left out, or is done too late.
+// block gives its sum to all. Who has all sums of a round knows that all blocks have read those of
+// the round before, so that two buffers do. What kFault names is left out, or wrong.
 template <ClusterFault kFault>
 __global__ void cluster_sum_kernel(const int* in, float* out, int ranks, int rounds) {
   __shared__ int scratch[2];
-  float4* fours = reinterpret_cast<float4*>(dynamic_shared());  // [ranks]
-  float2* twos = reinterpret_cast<float2*>(fours + ranks);      // [ranks]
+  ClusterBuffer* buffers = reinterpret_cast<ClusterBuffer*>(dynamic_shared());
   const int thread = threadIdx.x, rank = blockIdx.x % ranks;
-  if (kFault != kNoStart) {
+  if (thread == 0) {
+    for (int i = 0; i < 2; ++i) mbarrier_init(buffers[i].arrived, 1);
+    mbarrier_init_fence();
+  }
+  if (kFault == kNoStart) {
+    __syncthreads();
+  } else {
     cluster_arrive();
-    cluster_wait();  // all blocks have begun
+    cluster_wait();  // all blocks have begun, with their mbarriers
   }
   for (int round = 0; round < rounds; ++round) {
+    const int sides = kFault == kOneBuffer ? 1 : 2;
+    ClusterBuffer& buffer = buffers[round % sides];
     const int element = (round * gridDim.x + blockIdx.x) * blockDim.x + thread;
     const int sum = warp_reduce(in[element], [](int a, int b) { return a + b; });
     if (thread % kWarpSize == 0) scratch[thread / kWarpSize] = sum;
-    __syncthreads();
+    if (thread == 0) {
+      const int few = kFault == kFewBytes ? 8 : 0, many = kFault == kManyBytes ? 8 : 0;
+      mbarrier_expect(buffer.arrived, ranks * (sizeof(float4) + sizeof(float2)) - few + many);
+    }
+    __syncthreads();  // the sums of both warps; all threads have read what the round before brought
     const float low = scratch[0], high = scratch[1];
-    if (kFault == kLateStores) cluster_arrive();
     if (thread < ranks) {
-      store_remote(fours + rank, thread, make_float4(low, 0.0f, 0.0f, high));
+      store_remote(buffer.fours + rank, thread, make_float4(low, 0.0f, 0.0f, high), buffer.arrived);
     } else if (thread < 2 * ranks) {
-      store_remote(twos + rank, thread - ranks, make_float2(high, low));
+      store_remote(buffer.twos + rank, thread - ranks, make_float2(high, low), buffer.arrived);
     }
-    if (kFault == kNoEnd) {
-      __syncthreads();
-    } else {
-      if (kFault != kLateStores) cluster_arrive();
-      cluster_wait();  // all sums are there
-    }
+    if (kFault != kNoWait) mbarrier_wait(buffer.arrived, round / sides % 2);  // all sums are there
     float total = 0.0f;
     for (int i = 0; i < ranks; ++i) {
-      total += thread % 2 ? fours[i].x + fours[i].w : twos[i].x + twos[i].y;
+      total +=
+          thread % 2 ? buffer.fours[i].x + buffer.fours[i].w : buffer.twos[i].x + buffer.twos[i].y;
     }
+    if (kFault == kNoWait) mbarrier_wait(buffer.arrived, round / sides % 2);  // or blocks end early
     out[element] = total;
-    if (kFault == kNoReuse) {
-      __syncthreads();
-    } else {
-      cluster_arrive();
-      cluster_wait();  // and may be overwritten, and no block ends before
-    }
+    __syncthreads();  // scratch may be overwritten
   }
 }
 
-// Blocks from the third of a cluster on end at once. The first gives a number to the second, or to
-// the third.
-__global__ void cluster_idle_kernel(int to, float* out) {
-  float2* given = reinterpret_cast<float2*>(dynamic_shared());
+// Blocks from the third of a cluster on end at once. The first gives a number to the second, which
+// may wait for it, or to the third.
+__global__ void cluster_idle_kernel(int to, int waits, float* out) {
+  uint64_t* arrived = reinterpret_cast<uint64_t*>(dynamic_shared());
+  float2* given = reinterpret_cast<float2*>(arrived + 1);
   const int rank = blockIdx.x % 4;
   if (rank >= 2) return;
+  if (threadIdx.x == 0) {
+    mbarrier_init(arrived, 1);
+    mbarrier_init_fence();
+    mbarrier_expect(arrived, sizeof *given);
+  }
   cluster_arrive();
   cluster_wait();
-  if (rank == 0 && threadIdx.x == 0) store_remote(given, to, make_float2(1.0f, 2.0f));
-  cluster_arrive();
-  cluster_wait();
-  out[blockIdx.x * blockDim.x + threadIdx.x] = rank == 1 ? given->y : 0.0f;
+  float got = 0.0f;
+  if (rank == 0) {
+    if (threadIdx.x == 0) store_remote(given, to, make_float2(1.0f, 2.0f), arrived);
+  } else if (waits) {
+    mbarrier_wait(arrived, 0);
+    got = given->y;
+  }
+  out[blockIdx.x * blockDim.x + threadIdx.x] = got;
 }
 
 // One thing that is not allowed, by its number.
 __global__ void cluster_misuse_kernel(int which) {
-  float2* given = reinterpret_cast<float2*>(dynamic_shared());
+  __shared__ uint64_t fixed;
+  uint64_t* arrived = reinterpret_cast<uint64_t*>(dynamic_shared());
+  float2* given = reinterpret_cast<float2*>(arrived + 1);
   float2* unaligned = reinterpret_cast<float2*>(dynamic_shared() + 4);
   const float2 value = make_float2(0.0f, 0.0f);
   if (which == 0 && blockIdx.x == 1 && threadIdx.x < 32) named_barrier(1, 64);  // for ever
   if (which == 1) cluster_wait();
+  if (threadIdx.x == 0 && (which != 8 || blockIdx.x == 0)) mbarrier_init(arrived, 1);
+  if (which < 9 && threadIdx.x == 0) mbarrier_init_fence();
   cluster_arrive();
   if (which == 2) cluster_arrive();
   cluster_wait();
-  if (which == 3) store_remote(given, 2, value);
-  if (which == 4) store_remote(given + 2, 1, value);
-  if (which == 5) store_remote(unaligned, 1, value);
+  if (which == 10 && threadIdx.x == 0) mbarrier_init_fence();
+  if (which == 3) store_remote(given, 2, value, arrived);
+  if (which == 4) store_remote(given + 1, 1, value, arrived);
+  if (which == 5) store_remote(unaligned, 1, value, arrived);
+  if (which == 7) store_remote(given, 1, value, &fixed);
+  if (which >= 8 && blockIdx.x == 0) store_remote(given, 1, value, arrived);
   if (which == 6 && threadIdx.x % 32 == 3) {
     cluster_arrive();
   } else {
@@ -314,15 +341,16 @@ int td_mma(const void* a, const void* b, float* d, int, void*) {
 }
 int td_cluster_sum(const int* in, float* out, int64_t ranks, int64_t blocks, int64_t rounds,
                    int64_t fault, int, void*) {
-  const auto kernel = fault == kNoFault   ? cluster_sum_kernel<kNoFault>
-                      : fault == kNoStart ? cluster_sum_kernel<kNoStart>
-                      : fault == kNoEnd   ? cluster_sum_kernel<kNoEnd>
-                      : fault == kNoReuse ? cluster_sum_kernel<kNoReuse>
-                                          : cluster_sum_kernel<kLateStores>;
-  return run_clusters(kernel, ranks, blocks, ranks * 24, in, out, ranks, rounds);
+  const auto kernel = fault == kNoFault     ? cluster_sum_kernel<kNoFault>
+                      : fault == kNoStart   ? cluster_sum_kernel<kNoStart>
+                      : fault == kNoWait    ? cluster_sum_kernel<kNoWait>
+                      : fault == kFewBytes  ? cluster_sum_kernel<kFewBytes>
+                      : fault == kManyBytes ? cluster_sum_kernel<kManyBytes>
+                                            : cluster_sum_kernel<kOneBuffer>;
+  return run_clusters(kernel, ranks, blocks, 2 * sizeof(ClusterBuffer), in, out, ranks, rounds);
 }
-int td_cluster_idle(int64_t to, float* out, int, void*) {
-  return run_clusters(cluster_idle_kernel, 4, 8, 8, to, out);
+int td_cluster_idle(int64_t to, int64_t waits, float* out, int, void*) {
+  return run_clusters(cluster_idle_kernel, 4, 8, 16, to, waits, out);
 }
 int td_cluster_misuse(int64_t which, int, void*) {
   return run_clusters(cluster_misuse_kernel, 2, 2, 16, which);

@@ -21,6 +21,13 @@ struct Copy {
   unsigned fiber, group;
 };
 
+struct Mbarrier {
+  const uint64_t* word;
+  unsigned fiber;  // that has set it up
+  // Fibers of other blocks know of it that have waited this often for the cluster's barrier.
+  uint64_t known_after = ~uint64_t{0};
+};
+
 struct Barrier {
   uint64_t generation = 0;
   unsigned arrived = 0, expected = 0;
@@ -64,7 +71,7 @@ struct Block {
   std::vector<Warp> warps;
   Barrier barriers[16];
   std::vector<Copy> copies;
-  std::vector<const uint64_t*> mbarriers;   // that have been set up
+  std::vector<Mbarrier> mbarriers;          // that have been set up
   unsigned held_warp = 0, held_visits = 0;  // a warp that does not run for so many visits
   std::vector<unsigned char> dynamic_shared;
   std::vector<unsigned char> static_shared;  // while another block is current
@@ -76,8 +83,7 @@ struct Store {
   unsigned char* target;
   size_t bytes;
   unsigned char value[16];
-  const Fiber* from;
-  uint64_t after;  // so many arrivals of that fiber; the next one publishes the store
+  uint64_t* mbarrier;  // of that block
   const char* site;
 };
 
@@ -85,9 +91,9 @@ struct Store {
 struct Cluster {
   unsigned slot;  // among the resident ones: whose stacks it uses
   std::vector<std::unique_ptr<Block>> blocks;
-  uint64_t generation = 0;                  // of the cluster's barrier
-  unsigned alive, arrived = 0;              // fibers; those of them that arrived in this generation
-  std::vector<Store> stores;                // in the order of issue
+  uint64_t generation = 0;      // of the cluster's barrier
+  unsigned alive, arrived = 0;  // fibers; those of them that arrived in this generation
+  std::vector<Store> stores;
   unsigned held_block = 0, held_turns = 0;  // a block that does not run for so many turns
 };
 

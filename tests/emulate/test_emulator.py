@@ -189,43 +189,91 @@ def test_host_code_remembers_until_the_gpu_changes(emulated: Kernels) -> None:
         assert calls.item() == expected
 
 
-CLUSTER_FAULTS = {"none": 0, "no start": 1, "no end": 2, "no reuse": 3, "late stores": 4}
+CLUSTER_FAULTS = {
+    "none": 0,
+    "no start": 1,
+    "no wait": 2,
+    "few bytes": 3,
+    "many bytes": 4,
+    "one buffer": 5,
+}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("fault", CLUSTER_FAULTS)
-def test_sum_over_a_cluster(emulated: Kernels, ranks: int, fault: str) -> None:
-    rounds, blocks = 3, 16
+def cluster_sum(emulated: Kernels, fault: str, ranks: int, blocks: int, rounds: int) -> bool:
+    """Whether the sums over clusters are right."""
     source = torch.randint(0, 100, (rounds, blocks, 64), dtype=torch.int32)
     totals = source.view(rounds, blocks // ranks, -1).sum(-1).float()
     expected = totals.repeat_interleave(64 * ranks, dim=1).view(rounds, blocks, 64)
+    out = torch.full((rounds, blocks, 64), float("nan"))
+    emulated.cluster_sum(source, out, ranks, blocks, rounds, CLUSTER_FAULTS[fault], 0, 0)
+    return torch.equal(out, expected)
 
-    def right() -> bool:
-        out = torch.full((rounds, blocks, 64), float("nan"))
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_sum_over_a_cluster(emulated: Kernels, ranks: int) -> None:
+    for seed in SEEDS:
+        emulated.schedule(seed, resident=seed % 3 + 1)
+        assert cluster_sum(emulated, "none", ranks, blocks=16, rounds=5)
+
+
+# What comes of each fault, under the one schedule or the other.
+UNDER_WAY = "a block ended with stores to it under way"
+HAS_ENDED = "store to the shared memory of a block that has ended"
+DEADLOCK = "threads ended"
+WRONG = "wrong sums"
+OUTCOMES = {
+    "no start": {
+        "store to the shared memory of a block that has not begun",
+        "the other block has not set up the mbarrier",
+        "no fence and barrier of the cluster since the other block set up the mbarrier",
+    },
+    "no wait": {WRONG},
+    "few bytes": {WRONG, DEADLOCK, UNDER_WAY, HAS_ENDED},
+    "many bytes": {DEADLOCK},
+    "one buffer": {WRONG, DEADLOCK, UNDER_WAY, HAS_ENDED},
+}
+
+
+@pytest.mark.parametrize("fault", OUTCOMES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_faults_in_the_sum_over_a_cluster(emulated: Kernels, ranks: int, fault: str) -> None:
+    found = set()
+    rounds = 1 if fault == "few bytes" else 5  # too few of them are too many in a later round
+    for seed in range(1, 17):
+        emulated.schedule(seed)
         try:
-            emulated.cluster_sum(source, out, ranks, blocks, rounds, CLUSTER_FAULTS[fault], 0, 0)
-        except EmulationError:
-            return False
-        return torch.equal(out, expected)
-
-    if fault == "none":
-        for seed in SEEDS:
-            emulated.schedule(seed, resident=seed % 3 + 1)
-            assert right()
-    elif ranks > 1:
-        assert wrong_under_some_schedule(emulated, right)
+            if not cluster_sum(emulated, fault, ranks, blocks=ranks, rounds=rounds):
+                found.add(WRONG)
+        except EmulationError as error:
+            text = str(error).rpartition(": ")[2]
+            found.add(DEADLOCK if text.endswith(DEADLOCK) else text)
+    assert found
+    assert found <= OUTCOMES[fault]
+    if fault == "no start":
+        assert "store to the shared memory of a block that has not begun" in found
+    if fault in ("few bytes", "one buffer"):
+        assert WRONG in found or UNDER_WAY in found
 
 
 def test_blocks_of_a_cluster_that_end_at_once(emulated: Kernels) -> None:
+    out = torch.full((8, 64), -1.0)
     for seed in SEEDS:
         emulated.schedule(seed)
-        out = torch.full((8, 64), -1.0)
-        emulated.cluster_idle(1, out, 0, 0)
+        emulated.cluster_idle(1, 1, out, 0, 0)
         assert out[:, 0].tolist() == [0, 2, -1, -1, 0, 2, -1, -1]
-        with pytest.raises(
-            EmulationError, match=r"selftest.cu:\d+: store to .* block that has ended"
-        ):
-            emulated.cluster_idle(2, out, 0, 0)
+        with pytest.raises(EmulationError, match=rf"selftest.cu:\d+: {HAS_ENDED}"):
+            emulated.cluster_idle(2, 1, out, 0, 0)
+
+
+def test_blocks_of_a_cluster_that_end_too_early(emulated: Kernels) -> None:
+    early = set()
+    for seed in range(1, 65):
+        emulated.schedule(seed)
+        try:
+            emulated.cluster_idle(1, 0, torch.empty(8, 64), 0, 0)
+        except EmulationError as error:
+            early.add(str(error).rpartition(": ")[2])
+    assert early == {UNDER_WAY, HAS_ENDED}
 
 
 @pytest.mark.parametrize(
@@ -235,9 +283,13 @@ def test_blocks_of_a_cluster_that_end_at_once(emulated: Kernels) -> None:
         (1, "cluster_wait without a cluster_arrive"),
         (2, "cluster_arrive again without a cluster_wait between"),
         (3, "store to block 2 of a cluster of 2"),
-        (4, "from an address outside dynamic shared memory"),
-        (5, "not aligned to its 8 bytes"),
+        (4, "store in another block at an address outside dynamic shared memory"),
+        (5, "store that is not aligned to its 8 bytes"),
         (6, "divergent warp: other lanes are at .*selftest.cu"),
+        (7, "mbarrier in another block at an address outside dynamic shared memory"),
+        (8, "the other block has not set up the mbarrier"),
+        (9, "no fence and barrier of the cluster since the other block set up the mbarrier"),
+        (10, "no fence and barrier of the cluster since the other block set up the mbarrier"),
     ],
 )
 def test_misuse_of_clusters_is_reported(emulated: Kernels, which: int, message: str) -> None:
@@ -246,18 +298,6 @@ def test_misuse_of_clusters_is_reported(emulated: Kernels, which: int, message: 
         with pytest.raises(EmulationError, match=rf"selftest.cu:\d+: .*{message}"):
             emulated.cluster_misuse(which, 0, 0)
     emulated.cluster_misuse(-1, 0, 0)
-
-
-def test_stores_to_a_block_that_has_not_begun(emulated: Kernels) -> None:
-    source, out = torch.zeros(2, 64, dtype=torch.int32), torch.empty(2, 64)
-    found = set()
-    for seed in SEEDS:
-        emulated.schedule(seed)
-        try:
-            emulated.cluster_sum(source, out, 2, 2, 1, CLUSTER_FAULTS["no start"], 0, 0)
-        except EmulationError as error:
-            found.add(str(error).rpartition(": ")[2])
-    assert found == {"store to the shared memory of a block that has not begun"}
 
 
 def test_launches_of_clusters_are_checked(emulated: Kernels) -> None:

@@ -31,6 +31,14 @@ SHAPES = [  # (cached, new tokens, heads, kv heads, head_dim)
 ]
 
 
+ROOM = 64  # clusters: enough for all that is launched here
+
+
+@pytest.fixture(autouse=True)
+def _room_for_clusters(bench) -> None:
+    bench.schedule(clusters=ROOM)
+
+
 class Case:
     """Random q and caches with poisoned tails, on a bench."""
 
@@ -75,9 +83,9 @@ def test_against_twin_and_oracle(bench, dtype: torch.dtype, shape: tuple) -> Non
     case = Case(bench, dtype, *shape)
     before = [x.clone() for x in (case.q, *case.caches)]
     results = []
-    for seed in (1, 2):
-        # The smaller GPU has blocks that walk over several chunks.
-        bench.schedule(seed, resident=2 * seed - 1, multiprocessors=3 - seed)
+    for seed, clusters in ((1, ROOM), (2, 0)):
+        # The smaller GPU has blocks that walk over several chunks, and no clusters.
+        bench.schedule(seed, resident=2 * seed - 1, multiprocessors=3 - seed, clusters=clusters)
         out = bench.blank((*case.q.shape[:2], case.heads * case.dim), dtype)
         assert case.run(out=out.tensor) is out.tensor
         out.assert_guards()
@@ -88,12 +96,36 @@ def test_against_twin_and_oracle(bench, dtype: torch.dtype, shape: tuple) -> Non
         assert torch.equal(x.nan_to_num(), y.nan_to_num()), "an input was written"
 
 
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 8), (2, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize("keys", [4, 63, 64, 65, 130, 300, 1023, 1024, 1025])
+def test_clusters_change_no_bit(bench, keys: int, tokens: int, heads: int) -> None:
+    """Around the edges of parts, and of the 16 that there can be; capacities without spare slots.
+
+    The short row leaves most blocks of its cluster without keys.
+    """
+    dtype = torch.float16 if tokens % 2 else torch.bfloat16
+    shape = ([keys - tokens, 5 - tokens], tokens, heads, 1, 64)
+    case = Case(bench, dtype, *shape, spare=tokens // 2)
+    slots = case.caches[0].shape[2]
+    size = cuda.attention_workspace(2, tokens, heads, 64, slots, bench.device).numel() // 4
+    bench.schedule(1, clusters=0)
+    workspace = bench.blank((size,), torch.float32)
+    expected = case.run(workspace=workspace.tensor)
+    assert_as_good_as_twin(expected, case.twin(), case.oracle())
+    for seed in range(1, 3 if keys > 1000 else 5):
+        bench.schedule(seed, resident=seed, clusters=ROOM)
+        workspace = bench.blank((size,), torch.float32)
+        assert torch.equal(case.run(workspace=workspace.tensor), expected)
+        if bench.device.type == "cpu":
+            assert bool(workspace.tensor.isnan().all()), "was not launched in clusters"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[6], SHAPES[8]], ids=str)
 def test_before_sm_80(bench, dtype: torch.dtype, shape: tuple) -> None:
     """Where the tensor cores do not do, 16-bit types take the kernel of float32."""
     case = Case(bench, dtype, *shape)
-    bench.schedule(capability=7)
+    bench.schedule(capability=7, clusters=0)
     assert_as_good_as_twin(case.run(), case.twin(), case.oracle())
 
 
@@ -146,7 +178,7 @@ def test_bits_do_not_depend_on_capacity_batch_or_the_gpu(bench, dtype) -> None:
         assert torch.equal(cuda.attention(case.q[one], *caches, case.seq_lens[one]), together[one])
     # More or fewer multiprocessors only change which block does which chunk.
     for multiprocessors in (1, 50):
-        bench.schedule(5, multiprocessors=multiprocessors)
+        bench.schedule(5, multiprocessors=multiprocessors, clusters=ROOM)
         assert torch.equal(case.run(), together)
 
 

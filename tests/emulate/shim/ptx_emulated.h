@@ -48,7 +48,7 @@ inline void emu_named_barrier(int id, int threads, const char* site) {
 inline void mbarrier_init(uint64_t* barrier, int arrivals) {
   emu::mbarrier_init(barrier, static_cast<unsigned>(arrivals));
 }
-inline void mbarrier_init_fence() {}
+inline void mbarrier_init_fence() { emu::mbarrier_init_fence(); }
 inline void mbarrier_arrive(uint64_t* barrier) { emu::mbarrier_arrive(barrier, 0); }
 inline void mbarrier_expect(uint64_t* barrier, uint32_t bytes) {
   emu::mbarrier_arrive(barrier, bytes);
@@ -63,11 +63,13 @@ inline void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t
 
 inline void emu_cluster_arrive(const char* site) { emu::cluster_arrive(site); }
 inline void emu_cluster_wait(const char* site) { emu::cluster_wait(site); }
-inline void emu_store_remote(const char* site, float4* mine, uint32_t rank, float4 value) {
-  emu::store_remote(mine, rank, &value, sizeof value, site);
+inline void emu_store_remote(const char* site, float4* mine, uint32_t rank, float4 x,
+                             uint64_t* barrier) {
+  emu::store_remote(mine, rank, &x, sizeof x, barrier, site);
 }
-inline void emu_store_remote(const char* site, float2* mine, uint32_t rank, float2 value) {
-  emu::store_remote(mine, rank, &value, sizeof value, site);
+inline void emu_store_remote(const char* site, float2* mine, uint32_t rank, float2 x,
+                             uint64_t* barrier) {
+  emu::store_remote(mine, rank, &x, sizeof x, barrier, site);
 }
 
 #define cluster_arrive() emu_cluster_arrive(TD_SITE)
