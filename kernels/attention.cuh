@@ -1,25 +1,12 @@
-// What the attention launches share: their arguments, and where the chunks of keys lie.
-//
-// A chunk is a fixed range of positions that one block turns into a partial. Chunks of
-// kChunk keys let a short context spread over the GPU; beyond kLongFrom positions there are blocks
-// enough, and chunks of kLongChunk keep the partials few. Where a chunk lies depends on positions
-// alone, so the additions of a query row do too.
+// What the attention launches share.
 #pragma once
 
 #include "common.cuh"
 
-#ifndef TD_ATTENTION_LONG_CHUNK
-#define TD_ATTENTION_LONG_CHUNK 128
-#define TD_ATTENTION_LONG_FROM 4096
-#endif
-
 namespace td {
 
-constexpr int kChunk = TD_ATTENTION_CHUNK;
-constexpr int kLongChunk = TD_ATTENTION_LONG_CHUNK;
-constexpr int kLongFrom = TD_ATTENTION_LONG_FROM;
+constexpr int kChunk = TD_ATTENTION_CHUNK;  // keys of a partial in attention_simple.cu
 constexpr float kLog2e = 1.4426950408889634f;
-static_assert(kLongChunk % kChunk == 0 && kLongFrom % kChunk == 0);
 
 struct AttentionArgs {
   const int32_t* seq_lens;  // [B]
@@ -28,9 +15,15 @@ struct AttentionArgs {
   int64_t q_batch_stride, q_token_stride;
   float scale;  // of the scores, times log2(e)
   int tokens, heads, kv_heads, slots;
-  int long_from;  // position of the first long chunk; past every slot: all chunks are short
-  int chunks;     // of the whole capacity
+  int chunks;  // partials of a query row when the cache is full
 };
+
+// Tokens cached before this call, held within the cache. They may be read before the predecessor
+// has ended, which changes no length (embed.cu sees to it in a step).
+__device__ __forceinline__ int cached_length(const AttentionArgs& a, int64_t batch) {
+  const int cached = __ldcg(a.seq_lens + batch);
+  return cached < 0 ? 0 : cached < a.slots ? cached : a.slots - 1;
+}
 
 // Keys that query token t of a row sees.
 __device__ __forceinline__ int visible_keys(const AttentionArgs& a, int cached, int t) {
@@ -38,22 +31,11 @@ __device__ __forceinline__ int visible_keys(const AttentionArgs& a, int cached, 
   return keys < a.slots ? keys : a.slots;
 }
 
-// A row's length as it is before the predecessor has ended: right or not, within the cache.
-__device__ __forceinline__ int likely_length(const AttentionArgs& a, int64_t batch) {
-  const int cached = __ldcg(a.seq_lens + batch);
-  return cached < 0 ? 0 : cached < a.slots ? cached : a.slots - 1;
-}
-
-// Chunks that hold the first `keys` keys.
-__host__ __device__ __forceinline__ int chunk_count(const AttentionArgs& a, int keys) {
-  if (keys <= a.long_from) return ceil_div(keys, kChunk);
-  return a.long_from / kChunk + ceil_div(keys - a.long_from, kLongChunk);
-}
-
-// Position of the first key of a chunk.
-__device__ __forceinline__ int chunk_start(const AttentionArgs& a, int chunk) {
-  const int far = chunk - a.long_from / kChunk;
-  return far <= 0 ? chunk * kChunk : a.long_from + far * kLongChunk;
+// Index in [B, T, H] of the query row that is number `row`, token by token, of a kv head's.
+__device__ __forceinline__ int64_t query_row(const AttentionArgs& a, int64_t batch, int kv_head,
+                                             int row) {
+  const int group_size = a.heads / a.kv_heads;
+  return (batch * a.tokens + row / group_size) * a.heads + kv_head * group_size + row % group_size;
 }
 
 // Calls launch(Dim<D>{}) with a head_dim that there are kernels for.
@@ -80,13 +62,11 @@ int with_head_dim(int64_t head_dim, F&& launch) {
   }
 }
 
-// The split launch: on tensor cores (attention_tensor.cu; 16-bit types, sm_80), and without
-// (attention_simple.cu; all chunks must be short).
-int attention_split_tensor(Launcher& launcher, const void* q, const void* k_cache,
-                           const void* v_cache, int64_t batch, int64_t head_dim, int dtype,
-                           const AttentionArgs& a);
-int attention_split_simple(Launcher& launcher, const void* q, const void* k_cache,
-                           const void* v_cache, int64_t batch, int64_t head_dim, int dtype,
-                           const AttentionArgs& a);
+// On tensor cores (attention_tensor.cu; 16-bit types, sm_80), and without (attention_simple.cu).
+// Both set `chunks` and where `stats` are; `weighted` is the start of the workspace.
+int attention_tensor(Launcher& launcher, const void* q, const void* k_cache, const void* v_cache,
+                     void* out, int64_t batch, int64_t head_dim, int dtype, AttentionArgs& a);
+int attention_simple(Launcher& launcher, const void* q, const void* k_cache, const void* v_cache,
+                     void* out, int64_t batch, int64_t head_dim, int dtype, AttentionArgs& a);
 
 }  // namespace td

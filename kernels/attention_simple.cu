@@ -1,5 +1,5 @@
-// The split launch of attention on CUDA cores: for float32, and for the GPUs before sm_80, whose
-// tensor cores take no bfloat16.
+// Attention on CUDA cores, a split and a merge launch: for float32, and for the GPUs before sm_80,
+// whose tensor cores take no bfloat16.
 //
 // A work item is one chunk of kChunk keys of one kv head of one row of the batch; all G query heads
 // of the group and all T tokens read the keys while they are in shared memory, so the cache is read
@@ -9,8 +9,9 @@
 //   3. values: a thread owns two dimensions and every kGroups-th key; groups are summed in order
 // and writes a float32 partial (maximum, sum, weighted values) per query row. The keys of the next
 // item are on their way during 2 and 3, its values during 1. All shared memory is below 48 KB.
+// Merge launch: a block owns 16 dimensions of one query row.
 //
-// Limits: D in {64, 80, 96, 128, 256}; all chunks are short ones; keys of more than 256 bytes
+// Limits: D in {64, 80, 96, 128, 256}; keys of more than 256 bytes
 // (float32 from D = 80, D = 256) are read from global memory in place, through L1, which is correct
 // on every GPU but not fast.
 
@@ -246,11 +247,94 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : kBlocksPerSm)
   cp_async_wait<0>();  // of empty groups; nothing is under way when the block leaves
 }
 
+// ---- merge -----------------------------------------------------------------------------------
+
+constexpr int kMergeThreads = 256;
+constexpr int kMergeWarps = kMergeThreads / kWarpSize;
+constexpr int kMergeDims = 16;                             // of one block
+constexpr int kMergeLanes = kMergeDims / 4;                // threads a partial, four floats each
+constexpr int kMergeGroups = kMergeThreads / kMergeLanes;  // partials read at once
+
+template <typename T>
+__global__ void __launch_bounds__(kMergeThreads)
+    attention_merge_kernel(T* out,  // [B, T, H, D]
+                           int head_dim, const __grid_constant__ AttentionArgs a) {
+  __shared__ float sums[kMergeWarps][kMergeDims];
+  __shared__ float totals[kMergeWarps];
+  const int thread = threadIdx.x, warp = thread / kWarpSize;
+  const int64_t row = blockIdx.x;  // over [B, T, H]
+  const int token = static_cast<int>(row / a.heads % a.tokens);
+  const int64_t batch = row / a.heads / a.tokens;
+  const int group = thread / kMergeLanes, lane = thread % kMergeLanes;
+  const int first_dim = blockIdx.y * kMergeDims;
+  pdl_trigger();
+  const int chunks = ceil_div(visible_keys(a, cached_length(a, batch), token), kChunk);
+  pdl_wait();
+
+  const float2* stats = a.stats + row * a.chunks;
+  const float* weighted = a.weighted + row * a.chunks * head_dim + first_dim + lane * 4;
+  const auto load = [&](int i) {
+    return *reinterpret_cast<const float4*>(weighted + static_cast<int64_t>(i) * head_dim);
+  };
+  // The first of a thread's partials is under way while the maximum is found, by every warp for
+  // itself.
+  float4 first_values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float2 first_stat = make_float2(-INFINITY, 0.0f);
+  float maximum = -INFINITY;
+  if (thread % kWarpSize < chunks) maximum = stats[thread % kWarpSize].x;
+  if (group < chunks) {
+    first_values = load(group);
+    first_stat = stats[group];
+  }
+  for (int i = thread % kWarpSize + kWarpSize; i < chunks; i += kWarpSize) {
+    maximum = stats[i].x > maximum ? stats[i].x : maximum;
+  }
+  maximum = warp_reduce(maximum, Max());
+
+  float sum[5] = {};  // four dimensions, and the divisor
+  const auto add = [&](float4 x, float2 stat) {
+    const float weight = exp2f(stat.x - maximum);
+    sum[0] = fmaf(weight, x.x, sum[0]);
+    sum[1] = fmaf(weight, x.y, sum[1]);
+    sum[2] = fmaf(weight, x.z, sum[2]);
+    sum[3] = fmaf(weight, x.w, sum[3]);
+    sum[4] = fmaf(weight, stat.y, sum[4]);
+  };
+  if (group < chunks) add(first_values, first_stat);
+#pragma unroll 4
+  for (int i = group + kMergeGroups; i < chunks; i += kMergeGroups) add(load(i), stats[i]);
+#pragma unroll
+  for (int i = 0; i < 5; ++i) {
+#pragma unroll
+    for (int offset = kMergeLanes; offset < kWarpSize; offset *= 2) {
+      sum[i] += __shfl_xor_sync(kFullWarp, sum[i], offset);
+    }
+  }
+  if (thread % kWarpSize < kMergeLanes) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[warp][lane * 4 + i] = sum[i];
+    totals[warp] = sum[4];  // the same from each
+  }
+  __syncthreads();  // every warp's sums are there
+
+  if (thread < kMergeDims) {
+    float result = 0.0f, divisor = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kMergeWarps; ++i) {
+      result += sums[i][thread];
+      divisor += totals[i];
+    }
+    out[row * head_dim + first_dim + thread] = from_float<T>(result / divisor);
+  }
+}
+
 }  // namespace
 
-int attention_split_simple(Launcher& launcher, const void* q, const void* k_cache,
-                           const void* v_cache, int64_t batch, int64_t head_dim, int dtype,
-                           const AttentionArgs& a) {
+int attention_simple(Launcher& launcher, const void* q, const void* k_cache, const void* v_cache,
+                     void* out, int64_t batch, int64_t head_dim, int dtype, AttentionArgs& a) {
+  a.chunks = ceil_div(a.slots, kChunk);
+  a.stats =
+      reinterpret_cast<float2*>(a.weighted + batch * a.tokens * a.heads * a.chunks * head_dim);
   return with_head_dim(head_dim, [&](auto dim) -> int {
     return with_dtype(dtype, [&](auto tag) -> int {
       constexpr int kDim = decltype(dim)::kValue;
@@ -267,6 +351,10 @@ int attention_split_simple(Launcher& launcher, const void* q, const void* k_cach
                        : attention_split_kernel<T, kDim, kMostRows>,
                    grid, kThreads, static_cast<const T*>(q), static_cast<const T*>(k_cache),
                    static_cast<const T*>(v_cache), a);
+      launcher.run(attention_merge_kernel<T>,
+                   dim3(static_cast<unsigned>(batch * a.tokens * a.heads),
+                        static_cast<unsigned>(kDim / kMergeDims)),
+                   kMergeThreads, static_cast<T*>(out), kDim, a);
       return launcher.status();
     });
   });

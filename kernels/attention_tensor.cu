@@ -1,77 +1,66 @@
-// The split launch of attention on tensor cores, for float16 and bfloat16 from sm_80 on.
+// Attention on tensor cores, for float16 and bfloat16 from sm_80 on.
 //
-// A block of four warps turns a chunk of keys of one kv head into a partial of up to 8 or 16 query
-// rows: the G query heads of the group, token by token, all read the keys once. A step of a block
-// is 16 keys a warp, and the warps of a chunk meet only at its end. Everything stays in registers:
-// keys and values go from global memory straight into the fragments of m16n8k16, because which
-// dimensions meet in a product is free as long as both operands agree, so that a lane's 16 bytes of
-// a row serve two products.
+// The keys of a kv head are dealt out to 16 blocks, 16 keys to a warp and step: block p has the
+// keys n p .. n p + n - 1 of every 16 n, n being 64 or 128. So a few hundred keys already occupy
+// several blocks, and a long context all of them evenly. A block works for up to 8 or 16 query
+// rows: the G query heads of the group, token by token, all read the keys once. Its warps go their
+// own ways until their keys are used up. Everything stays in registers: keys and values go from
+// global memory straight into the fragments of m16n8k16, because which dimensions meet in a product
+// is free as long as both operands agree, so that a lane's 16 bytes of a row serve two products.
 //   1. scores [rows, keys] = Q K^T: query rows are A, keys are B
 //   2. softmax: a lane has four keys of rows g (and g + 8), where 1 left them
 //   3. values [dims, rows] += V^T P^T: values are A, pairs of keys put together by byte permutes;
 //      probabilities are B, and already lie where B wants them. A probability is multiplied as a
 //      high and a low 16-bit part, so that it keeps 16 bits (bfloat16) or 22 (float16).
-// The keys of the next step are on their way from 1 on, its values from 3 on.
+// The keys of the next step are on their way from 1 on, its values from 3 on; the first ones before
+// the predecessor has ended, for only the newest keys come from it.
+//
+// At the end the warps of a block meet in its shared memory, and the blocks of a kv head, a
+// cluster, in each other's: every block sends its part of the outputs to the block that will finish
+// them. Where clusters are not to be had (before sm_90, many rows, many heads), parts go through
+// the workspace and a second launch adds them up, with the same arithmetic.
 //
 // Bytes moved: keys and values once, 2 D elements a key and kv head. In flight: 16 keys and values
-// a warp, 8 KB at D 128, 64 KB or more an SM. Shared memory: 4 sums of a chunk, 8.5 KB for 4 rows
-// of D 128, 35 KB at most.
+// a warp, 64 KB an SM at D 128.
 
-#include "attention.cuh"
+#include "attention_parts.cuh"
 #include "fragments.cuh"
 
 namespace td {
 namespace {
 
-constexpr int kTileKeys = 16;  // of a warp in a step
-constexpr int kWarps = kChunk / kTileKeys;
-constexpr int kThreads = kWarps * kWarpSize;
+// Steps whose keys and values are on their way to L2, beyond the one on its way to registers.
+template <int kDim>
+constexpr int kPrefetched = kDim > 64 ? 0 : 2;
 
 // Query rows of a block, in tiles of 8.
 template <int kDim, bool kManyRows>
 constexpr int kRows = kManyRows && kDim < 256 ? 16 : 8;
 
-// Blocks that share an SM. Registers would allow 3 at 128 dimensions, at the price of spills and of
-// a last round of chunks for few blocks: 43 against 39 us at 32K keys (H200, 8 kv heads, 2026-11).
+// Blocks that fit on an SM: at 64 dimensions and few rows beside one of the step's products.
 template <int kDim, bool kManyRows>
-constexpr int kBlocksPerSm = kDim > 64   ? 2
+constexpr int kBlocksPerSm = kDim > 64   ? 1
                              : kManyRows ? 3
                                          : 4;
 
-// The end of a chunk: the warps' partials become one, in shared memory.
-template <int kDim>
-struct Meeting {
-  float* values;  // [kWarps][rows][kPitch]
-  float2* stats;  // [kWarps][rows] (maximum, sum)
-  int rows;       // of this block
-  static constexpr int kPitch = kDim + 4;
-  static constexpr int bytes(int rows) {
-    return kWarps * rows * (kPitch * static_cast<int>(sizeof(float)) + 8);
-  }
-};
-
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-constexpr bool kStartsEarly = true;  // before the predecessor has ended
-#else
-constexpr bool kStartsEarly = false;
-#endif
 
 // ---- the kernel ------------------------------------------------------------------------------
 
 template <typename T, int kDim, bool kManyRows>
-__global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kDim, kManyRows>))
-    attention_split_kernel(const T* q,        // [B, T, H, D]
-                           const T* k_cache,  // [B, K, S, D]
-                           const T* v_cache,  // [B, K, S, D]
-                           bool q_aligned, const __grid_constant__ AttentionArgs a) {
+__global__ void __launch_bounds__((kThreads<kDim>), (kBlocksPerSm<kDim, kManyRows>))
+    attention_kernel(const T* q,        // [B, T, H, D]
+                     const T* k_cache,  // [B, K, S, D]
+                     const T* v_cache,  // [B, K, S, D]
+                     T* out,            // [B, T, H, D]
+                     bool q_aligned, bool clustered, const __grid_constant__ AttentionArgs a) {
   constexpr int kTiles = kRows<kDim, kManyRows> / 8;  // of rows
   constexpr bool kAhead = kDim <= 128;  // registers for the next step's keys and values
   using Quarter = Share<T, kDim, 4>;
   using Eighth = Share<T, kDim, 8>;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int g = lane / 4, t = lane % 4;  // of the fragments
+  const int part = blockIdx.x;
   const int group_size = a.heads / a.kv_heads, all_rows = a.tokens * group_size;
   const int row_blocks = ceil_div(all_rows, kTiles * 8);
   const int kv_head = blockIdx.y / row_blocks;
@@ -83,40 +72,86 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kDim, kManyRows>))
   k_cache += head_offset;
   v_cache += head_offset;
 
-  Meeting<kDim> meeting;
-  meeting.rows = rows;
-  meeting.values = reinterpret_cast<float*>(dynamic_shared());
-  meeting.stats = reinterpret_cast<float2*>(meeting.values + kWarps * rows * meeting.kPitch);
-
   pdl_trigger();
-  // Lengths are as they will be (embed.cu sees to that), so blocks without work are out of the way
-  // at once, and the others bring their first keys and values into L2. They ask again all the same.
-  int cached = 0;
-  if constexpr (kStartsEarly) {
-    cached = likely_length(a, batch);
-    const int likely_keys = visible_keys(a, cached, last_token);
-    if (static_cast<int>(blockIdx.x) >= chunk_count(a, likely_keys)) return;
-    const int start = chunk_start(a, blockIdx.x), left = (likely_keys - start) * kDim;
-    constexpr int kLine = 128 / sizeof(T);
-    for (int i = threadIdx.x * kLine; i < kChunk * kDim && i < left; i += kThreads * kLine) {
-      prefetch_l2(k_cache + static_cast<int64_t>(start) * kDim + i);
-      prefetch_l2(v_cache + static_cast<int64_t>(start) * kDim + i);
+  // The length, and all keys but the newest, are as they will be before the predecessor has ended.
+  const int cached = cached_length(a, batch);
+  const int keys = visible_keys(a, cached, last_token);
+  const int seen_by_all = visible_keys(a, cached, first_token);
+  const int parts = part_count<kDim>(keys);
+  if (part >= parts) return;
+  Meeting<kDim> meeting(dynamic_shared(), rows);
+  if constexpr (kMayCluster<kDim>) {
+    if (clustered) {
+      if (threadIdx.x == 0) {
+        mbarrier_init(meeting.arrived, 1);
+        mbarrier_init_fence();
+        const int parcels = ceil_div(rows * (kDim / 4) - part, parts);
+        mbarrier_expect(meeting.arrived,
+                        parts * (parcels * sizeof(float4) + rows * sizeof(float2)));
+      }
+      cluster_arrive();  // this block has begun: others may write to its memory
     }
   }
-  pdl_wait();
 
-  const int confirmed = __ldcg(a.seq_lens + batch);
-  if constexpr (!kStartsEarly) cached = confirmed;
+  // Loads 16 keys or values. Those past the end are read as the last key: nothing out there is
+  // looked at.
   const CachePolicy policy = evict_first();
+  const Quarter keys_of_lane(k_cache, t);
+  const Eighth values_of_lane(v_cache, g);
+  uint32_t key_words[2][Quarter::kWords], value_words[4][Eighth::kWords];
+  const auto load_keys = [&](int first) {
+    if (first + kTileKeys <= keys) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) keys_of_lane.load(key_words[n], first + g, policy, n * 8);
+    } else {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const int key = first + n * 8 + g;
+        keys_of_lane.load(key_words[n], key < keys ? key : keys - 1, policy);
+      }
+    }
+  };
+  const auto value_key = [](int i) { return i % 2 + i / 2 * 8; };  // beyond 2t
+  const auto load_values = [&](int first) {
+    if (first + kTileKeys <= keys) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        values_of_lane.load(value_words[i], first + t * 2, policy, value_key(i));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = first + t * 2 + value_key(i);
+        values_of_lane.load(value_words[i], key < keys ? key : keys - 1, policy);
+      }
+    }
+  };
+  const auto prefetch = [&](int first) {
+    if (lane >= 2 || first >= keys) return;
+    const int left = keys - first;
+    bulk_prefetch_l2((lane == 0 ? k_cache : v_cache) + static_cast<int64_t>(first) * kDim,
+                     (left < kTileKeys ? left : kTileKeys) * kDim * sizeof(T), policy);
+  };
+  int first_key = part * kPartKeys<kDim> + warp * kTileKeys;
+  const bool starts_with_new = first_key + kTileKeys > cached;
+  if (starts_with_new) pdl_wait();
+  if (kAhead && first_key < keys) {
+    load_keys(first_key);
+    load_values(first_key);
+  }
+  for (int i = 1; i <= kPrefetched<kDim>; ++i) prefetch(first_key + i * kStride<kDim>);
+  if (!starts_with_new) pdl_wait();
 
   // A row of Q for each tile; rows that are not there are zero.
   uint32_t query[kTiles][Quarter::kWords];
+  int visible[kTiles];  // keys that row g of the tile sees; rows that are not there see all
 #pragma unroll
   for (int h = 0; h < kTiles; ++h) {
     const int row = h * 8 + g, token = (first_row + row) / group_size;
     const int head = kv_head * group_size + (first_row + row) % group_size;
     const T* source =
         q + batch * a.q_batch_stride + token * a.q_token_stride + static_cast<int64_t>(head) * kDim;
+    visible[h] = row < rows ? visible_keys(a, cached, token) : keys;
     if (row >= rows) {
 #pragma unroll
       for (int i = 0; i < Quarter::kWords; ++i) query[h][i] = 0;
@@ -131,80 +166,18 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kDim, kManyRows>))
     }
   }
 
-  int keys, seen_by_all, chunks;
-  int visible[kTiles];  // keys that row g of the tile sees; rows that are not there see all
-  const auto look_at_length = [&] {
-    keys = visible_keys(a, cached, last_token);
-    seen_by_all = visible_keys(a, cached, first_token);
-    chunks = chunk_count(a, keys);
+  float maximum[kTiles], sum[kTiles];              // of row g; the sum over this lane's keys
+  float weighted[kTiles][Eighth::kWords][4] = {};  // a word's two dimensions by rows 2t and 2t + 1
 #pragma unroll
-    for (int h = 0; h < kTiles; ++h) {
-      const int row = h * 8 + g;
-      visible[h] = row < rows ? visible_keys(a, cached, (first_row + row) / group_size) : keys;
-    }
-  };
-  look_at_length();
-
-  // Loads 16 keys or values. Those past the end are read as the last key: nothing out there is
-  // looked at.
-  const Quarter keys_of_lane(k_cache, t);
-  const Eighth values_of_lane(v_cache, g);
-  uint32_t key_words[2][Quarter::kWords], value_words[4][Eighth::kWords];
-  const auto load_keys = [&](int first) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int key = first + n * 8 + g;
-      keys_of_lane.load(key_words[n], key < keys ? key : keys - 1, policy);
-    }
-  };
-  const auto value_key = [&](int i) { return t * 2 + i % 2 + i / 2 * 8; };
-  const auto load_values = [&](int first) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int key = first + value_key(i);
-      values_of_lane.load(value_words[i], key < keys ? key : keys - 1, policy);
-    }
-  };
-
-  float maximum[kTiles], sum[kTiles];         // of row g; the sum over this lane's keys
-  float weighted[kTiles][Eighth::kWords][4];  // the two dimensions of a word by rows 2t and 2t + 1
-  const auto begin_chunk = [&] {
-#pragma unroll
-    for (int h = 0; h < kTiles; ++h) {
-      maximum[h] = -INFINITY;
-      sum[h] = 0.0f;
-#pragma unroll
-      for (int j = 0; j < Eighth::kWords; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) weighted[h][j][i] = 0.0f;
-      }
-    }
-  };
-  begin_chunk();
-  int chunk = blockIdx.x;
-  int step = chunk_start(a, chunk);  // first key of the block's step
-  bool chunk_begins = true;
-  const auto load_ahead = [&] {
-    if constexpr (kAhead) {
-      load_keys(step + warp * kTileKeys);
-      load_values(step + warp * kTileKeys);
-    }
-  };
-  if (chunk < chunks) load_ahead();
-  if (kStartsEarly && confirmed != cached) {
-    cached = confirmed;
-    look_at_length();
-    if (chunk < chunks) load_ahead();
+  for (int h = 0; h < kTiles; ++h) {
+    maximum[h] = -INFINITY;
+    sum[h] = 0.0f;
   }
-  if (chunk >= chunks) return;
-  while (true) {
-    const int first_key = step + warp * kTileKeys;
-    int next_step = step + kChunk, next_chunk = chunk;
-    if (next_step >= keys || next_step >= chunk_start(a, chunk + 1)) {
-      next_chunk = chunk + static_cast<int>(gridDim.x);
-      next_step = chunk_start(a, next_chunk);
-    }
-    const bool more = next_chunk < chunks;
+#pragma unroll 1
+  for (; first_key < keys; first_key += kStride<kDim>) {
+    const bool more = first_key + kStride<kDim> < keys;
+    if constexpr (kPrefetched<kDim> > 0)
+      prefetch(first_key + (kPrefetched<kDim> + 1) * kStride<kDim>);
     if constexpr (!kAhead) load_keys(first_key);
 
     // 1. Scores: two tiles of 8 keys, and for each two chains of dependent products. With one tile
@@ -224,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kDim, kManyRows>))
       }
     }
     if constexpr (kAhead) {
-      if (more) load_keys(next_step + warp * kTileKeys);
+      if (more) load_keys(first_key + kStride<kDim>);
     } else {
       load_values(first_key);
     }
@@ -267,7 +240,6 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kDim, kManyRows>))
     for (int h = 0; h < kTiles; ++h) {
       const float factor[2] = {__shfl_sync(kFullWarp, rescale[h], t * 8),
                                __shfl_sync(kFullWarp, rescale[h], t * 8 + 4)};
-      if (chunk_begins) continue;  // zeros
 #pragma unroll
       for (int j = 0; j < Eighth::kWords; ++j) {
 #pragma unroll
@@ -314,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kDim, kManyRows>))
       for (int seen = keys; seen >= seen_by_all; --seen) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (first_key + value_key(i) < seen) continue;
+          if (first_key + t * 2 + value_key(i) < seen) continue;
 #pragma unroll
           for (int j = 0; j < Eighth::kWords; ++j) value_words[i][j] = 0;
         }
@@ -340,119 +312,99 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kDim, kManyRows>))
       }
     }
     if constexpr (kAhead) {
-      if (more) load_values(next_step + warp * kTileKeys);
+      if (more) load_values(first_key + kStride<kDim>);
     }
-
-    chunk_begins = next_chunk != chunk;
-    if (chunk_begins) {
-      // The warps' sums meet in shared memory.
-#pragma unroll
-      for (int h = 0; h < kTiles; ++h) {
-        sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 1);
-        sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 2);
-        const int row = h * 8 + g;
-        if (t == 0 && row < rows) {
-          meeting.stats[warp * rows + row] = make_float2(maximum[h], sum[h]);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int out_row = h * 8 + t * 2 + i;
-          if (out_row >= rows) continue;
-          float* target = meeting.values + (warp * rows + out_row) * meeting.kPitch;
-#pragma unroll
-          for (int j = 0; j < Eighth::kWords; ++j) {
-            *reinterpret_cast<float2*>(target + Eighth::dim(j, g)) =
-                make_float2(weighted[h][j][i], weighted[h][j][i + 2]);
-          }
-        }
-      }
-      __syncthreads();  // every warp's sums are there
-      const int chunk_first = chunk_start(a, chunk);
-      for (int i = threadIdx.x; i < rows * (kDim / 4); i += kThreads) {
-        const int row = i / (kDim / 4), d = i % (kDim / 4) * 4;
-        const int token = (first_row + row) / group_size;
-        const int head = kv_head * group_size + (first_row + row) % group_size;
-        if (visible_keys(a, cached, token) <= chunk_first) continue;
-        float2 stat[kWarps];
-        float top = -INFINITY, total = 0.0f;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
-          stat[w] = meeting.stats[w * rows + row];
-          top = stat[w].x > top ? stat[w].x : top;
-        }
-        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
-          const float4 y = *reinterpret_cast<const float4*>(meeting.values +
-                                                            (w * rows + row) * meeting.kPitch + d);
-          const float weight = exp2f(stat[w].x - top);
-          total = fmaf(weight, stat[w].y, total);
-          x.x = fmaf(weight, y.x, x.x);
-          x.y = fmaf(weight, y.y, x.y);
-          x.z = fmaf(weight, y.z, x.z);
-          x.w = fmaf(weight, y.w, x.w);
-        }
-        const int64_t partial = ((batch * a.tokens + token) * a.heads + head) * a.chunks + chunk;
-        *reinterpret_cast<float4*>(a.weighted + partial * kDim + d) = x;
-        if (d == 0) a.stats[partial] = make_float2(top, total);
-      }
-      if (!more) return;
-      __syncthreads();  // and may be overwritten
-      begin_chunk();
-    }
-    chunk = next_chunk;
-    step = next_step;
   }
+
+  // The warps' sums meet in shared memory.
+#pragma unroll
+  for (int h = 0; h < kTiles; ++h) {
+    sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 1);
+    sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 2);
+    const int row = h * 8 + g;
+    if (t == 0 && row < rows) {
+      meeting.stats[warp * rows + row] = make_float2(maximum[h], sum[h]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int out_row = h * 8 + t * 2 + i;
+      if (out_row >= rows) continue;
+      float* target = meeting.values + (warp * rows + out_row) * meeting.kPitch;
+#pragma unroll
+      for (int j = 0; j < Eighth::kWords; ++j) {
+        *reinterpret_cast<float2*>(target + Eighth::dim(j, g)) =
+            make_float2(weighted[h][j][i], weighted[h][j][i + 2]);
+      }
+    }
+  }
+  if constexpr (kMayCluster<kDim>) {
+    if (clustered) cluster_wait();  // every block of the cluster has begun
+  }
+  __syncthreads();  // every warp's sums are there
+
+  join_block(a, meeting, out, batch, kv_head, first_row, part, parts, clustered);
 }
 
 #else
 
 template <typename T, int kDim, bool kManyRows>
-__global__ void attention_split_kernel(const T*, const T*, const T*, bool,
-                                       const __grid_constant__ AttentionArgs) {}  // never launched
+__global__ void attention_kernel(const T*, const T*, const T*, T*, bool, bool,
+                                 const __grid_constant__ AttentionArgs) {}  // never launched
 
 #endif
 
 // ---- host side -------------------------------------------------------------------------------
 
 template <typename T, int kDim, bool kManyRows>
-int launch_split(Launcher& launcher, const void* q, const void* k_cache, const void* v_cache,
-                 int64_t batch, const AttentionArgs& a) {
+int launch_attention(Launcher& launcher, const void* q, const void* k_cache, const void* v_cache,
+                     void* out, int64_t batch, AttentionArgs& a) {
   constexpr int kBlockRows = kRows<kDim, kManyRows>;
+  const auto kernel = attention_kernel<T, kDim, kManyRows>;
   const int rows = a.tokens * (a.heads / a.kv_heads);
   const int row_blocks = ceil_div(rows, kBlockRows);
-  // Blocks walk over the chunks: enough to fill the GPU once, so that a large capacity costs a
-  // short context nothing. Which block does a chunk does not change its bits.
-  const int64_t resident = launcher.multiprocessors() * kBlocksPerSm<kDim, kManyRows>;
-  int64_t per_head = resident / (batch * a.kv_heads * row_blocks);
-  if (per_head < 1) per_head = 1;
-  const dim3 grid(static_cast<unsigned>(a.chunks < per_head ? a.chunks : per_head),
-                  static_cast<unsigned>(a.kv_heads * row_blocks), static_cast<unsigned>(batch));
+  a.chunks = part_count<kDim>(a.slots);
+  a.stats = reinterpret_cast<float2*>(a.weighted + batch * a.tokens * a.heads * a.chunks * kDim);
+  int parts = 1;  // cluster sizes are powers of two
+  while (parts < a.chunks) parts *= 2;
+  const dim3 grid(static_cast<unsigned>(parts), static_cast<unsigned>(a.kv_heads * row_blocks),
+                  static_cast<unsigned>(batch));
   const T* query = static_cast<const T*>(q);
   const bool q_aligned =
       packs_fit<T>(a.q_batch_stride, query) && packs_fit<T>(a.q_token_stride, query);
-  launcher.run_with_shared(attention_split_kernel<T, kDim, kManyRows>, grid, kThreads,
-                           Meeting<kDim>::bytes(rows < kBlockRows ? rows : kBlockRows), query,
+  // Clusters that must wait for others' blocks to end would cost more than the second launch. One
+  // block alone is no cluster: its instructions would be illegal.
+  static ClusterRoom room;
+  const bool clustered =
+      kDim == 64 && row_blocks == 1 && parts > 1 &&
+      batch * a.kv_heads <= room.find(launcher, reinterpret_cast<const void*>(kernel),
+                                      kThreads<kDim>, Meeting<kDim>::bytes(kBlockRows), parts);
+  const int shared = Meeting<kDim>::bytes(rows < kBlockRows ? rows : kBlockRows);
+  launcher.run_in_clusters(kernel, grid, kThreads<kDim>, shared, clustered ? parts : 1, query,
                            static_cast<const T*>(k_cache), static_cast<const T*>(v_cache),
-                           q_aligned, a);
+                           static_cast<T*>(out), q_aligned, clustered, a);
+  if (!clustered) {
+    const int all_rows = static_cast<int>(batch) * a.tokens * a.heads;
+    launcher.run(attention_join_kernel<T, kDim>,
+                 dim3(static_cast<unsigned>(ceil_div(all_rows, kJoinRows<kDim>))),
+                 kJoinThreads<kDim>, static_cast<T*>(out), all_rows, a);
+  }
   return launcher.status();
 }
 
 }  // namespace
 
-int attention_split_tensor(Launcher& launcher, const void* q, const void* k_cache,
-                           const void* v_cache, int64_t batch, int64_t head_dim, int dtype,
-                           const AttentionArgs& a) {
+int attention_tensor(Launcher& launcher, const void* q, const void* k_cache, const void* v_cache,
+                     void* out, int64_t batch, int64_t head_dim, int dtype, AttentionArgs& a) {
   return with_head_dim(head_dim, [&](auto dim) -> int {
     const auto with_type = [&](auto tag) -> int {
       using T = typename decltype(tag)::T;
       constexpr int kDim = decltype(dim)::kValue;
       if constexpr (kDim < 256) {
         if (a.tokens * (a.heads / a.kv_heads) > 8) {
-          return launch_split<T, kDim, true>(launcher, q, k_cache, v_cache, batch, a);
+          return launch_attention<T, kDim, true>(launcher, q, k_cache, v_cache, out, batch, a);
         }
       }
-      return launch_split<T, kDim, false>(launcher, q, k_cache, v_cache, batch, a);
+      return launch_attention<T, kDim, false>(launcher, q, k_cache, v_cache, out, batch, a);
     };
     if (dtype == TD_FLOAT16) return with_type(Tag<__half>{});
     return dtype == TD_BFLOAT16 ? with_type(Tag<__nv_bfloat16>{}) : cudaErrorInvalidValue;

@@ -228,24 +228,57 @@ class Launcher {
   // The same with `shared` bytes of dynamic shared memory.
   template <typename... P, typename... A>
   void run_with_shared(void (*kernel)(P...), dim3 grid, int threads, int shared, A... args) {
+    run_in_clusters(kernel, grid, threads, shared, 1, args...);
+  }
+
+  // The same with blocks in clusters of `cluster` along x, which divides the grid's.
+  template <typename... P, typename... A>
+  void run_in_clusters(void (*kernel)(P...), dim3 grid, int threads, int shared, int cluster,
+                       A... args) {
     constexpr int kWithoutAsking = 48 * 1024;
     if (status_ == cudaSuccess && shared > kWithoutAsking) {
       status_ = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                      cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     }
     if (status_ != cudaSuccess) return;
-    cudaLaunchAttribute overlap = {};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = static_cast<size_t>(shared);
     config.stream = stream_;
-    config.attrs = &overlap;
-    config.numAttrs = waits_in_kernel(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
+    config.attrs = attributes;
+    if (waits_in_kernel(reinterpret_cast<const void*>(kernel))) {
+      auto& overlap = attributes[config.numAttrs++];
+      overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      overlap.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) attributes[config.numAttrs++] = in_clusters(cluster);
     status_ = cudaLaunchKernelEx(&config, kernel, static_cast<P>(args)...);
   }
+
+  // Clusters of a kernel that the GPU holds at once; 0 where it has none, or the code that it runs
+  // is older than they are. To be asked before any capture: see ClusterRoom.
+  int clusters_at_once(const void* kernel, int threads, int shared, int cluster) {
+    if (status_ != cudaSuccess || !waits_in_kernel(kernel)) return 0;
+    cudaLaunchAttribute size = in_clusters(cluster);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(cluster));
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = static_cast<size_t>(shared);
+    config.attrs = &size;
+    config.numAttrs = 1;
+    int clusters = 0;
+    const bool found = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            shared) == cudaSuccess &&
+                       cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed,
+                                            1) == cudaSuccess &&
+                       cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess;
+    if (!found) cudaGetLastError();
+    return found ? clusters : 0;
+  }
+
+  int device() const { return device_; }
 
   int attribute(cudaDeviceAttr which) {
     int value = 1;
@@ -257,6 +290,15 @@ class Launcher {
   int status() const { return status_; }
 
  private:
+  static cudaLaunchAttribute in_clusters(int size) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(size);
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+    return attribute;
+  }
+
   // Whether the code that this device runs has the wait of begin_kernel in it: overlapping a kernel
   // without it would be a race. True for code compiled for sm_90 or later (all kernels are built
   // for the same targets, so one answer a device is enough) and a driver that captures such
@@ -280,6 +322,23 @@ class Launcher {
   int callers_device_ = -1;
   cudaStream_t stream_;
   cudaError_t status_;
+};
+
+// What clusters_at_once found for one kernel, by device and size of the cluster; asked once.
+class ClusterRoom {
+ public:
+  int find(Launcher& launcher, const void* kernel, int threads, int shared, int cluster) {
+    int size = 0;
+    while (2 << size <= cluster) ++size;
+    if (launcher.device() >= kDevices || size >= kSizes) return 0;
+    int& answer = answers_[launcher.device()][size];  // racing threads write the same
+    if (answer == 0) answer = launcher.clusters_at_once(kernel, threads, shared, cluster) + 1;
+    return answer - 1;
+  }
+
+ private:
+  static constexpr int kDevices = 64, kSizes = 5;
+  int answers_[kDevices][kSizes] = {};  // 1 more than the number; 0: not asked yet
 };
 
 }  // namespace td

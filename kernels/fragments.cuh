@@ -40,8 +40,10 @@ struct Share {
                          : kWide * 8 * kLanes + t * 2 * kRest + (i - 4 * kWide) * 2;
   }
 
-  __device__ __forceinline__ void load(uint32_t (&x)[kWords], int row, CachePolicy policy) const {
-    const int64_t offset = static_cast<int64_t>(row) * kDim;
+  // Of row `row + further`; `further` is known to the compiler, so rows apart share an address.
+  __device__ __forceinline__ void load(uint32_t (&x)[kWords], int row, CachePolicy policy,
+                                       int further = 0) const {
+    const int64_t offset = static_cast<int64_t>(row) * kDim + further * kDim;
 #pragma unroll
     for (int i = 0; i < kWide; ++i) {
       load_past_l1<4>(x + 4 * i, wide + offset + i * 8 * kLanes, policy);

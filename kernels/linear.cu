@@ -218,8 +218,14 @@ __device__ __forceinline__ void consume(const LinearArgs& a, Header& header, uns
   }
 }
 
+// Threads that the compiler is told of. For one row more than there are, which keeps it to 128
+// registers: attention of 64 dimensions then fits on the same SM, and one starts under the other.
+template <Mode kMode, int kRows, bool kResident>
+constexpr int kBound = kRows == 1 && (kResident || kMode == Mode::kAdd) ? 512 : kThreads;
+
 template <typename T, Mode kMode, int kRows, bool kResident>
-__global__ void __launch_bounds__(kThreads, 1) linear_kernel(const __grid_constant__ LinearArgs a) {
+__global__ void __launch_bounds__((kBound<kMode, kRows, kResident>), 1)
+    linear_kernel(const __grid_constant__ LinearArgs a) {
   unsigned char* shared = dynamic_shared();
   auto& header = *reinterpret_cast<Header*>(shared);
   unsigned char* ring = shared + sizeof header;
@@ -231,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const __grid_consta
   if (kResident && !produces) norm = load_norm(a);
   __syncthreads();  // the barriers are there
   if (produces) {
-    if constexpr (kHasBulkCopies) produce<T, kMode, kGroup>(a, header, ring, kWindow);
+    if constexpr (kHasBulkCopies) produce<T, kMode, kGroup>(a, header, ring);
     return;  // the consumers wait for the predecessor
   }
   consume<T, kMode, kRows, kResident>(a, header, work, ring, norm);

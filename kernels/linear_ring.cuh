@@ -50,8 +50,8 @@ __device__ __forceinline__ void init_ring(Header& header, int stages) {
 }
 
 template <typename T, Mode kMode, int kGroup>
-__device__ __forceinline__ void produce(const LinearArgs& a, Header& header, unsigned char* ring,
-                                        int window) {
+__device__ __forceinline__ void produce(const LinearArgs& a, Header& header, unsigned char* ring) {
+  const int window = a.stages < kWindow ? a.stages : kWindow;
   const int lane = threadIdx.x % kWarpSize;
   const int last = first_tile(a, blockIdx.x + 1);
   const CachePolicy policy = evict_first();
@@ -116,7 +116,7 @@ __device__ __forceinline__ void give_back_stage(Header&, const Place&) {}
 __device__ __forceinline__ void init_ring(Header&, int) {}
 
 template <typename T, Mode kMode, int kGroup>
-__device__ __forceinline__ void produce(const LinearArgs&, Header&, unsigned char*, int) {}
+__device__ __forceinline__ void produce(const LinearArgs&, Header&, unsigned char*) {}
 
 #endif
 

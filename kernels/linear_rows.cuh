@@ -195,8 +195,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();  // the barriers are there
   if (produces) {
     if constexpr (kHasBulkCopies) {
-      const int window = a.stages < kWindow ? a.stages : kWindow;
-      if (a.stages > 0) produce<T, kMode, kRowsGroup>(a, header, ring, window);
+      if (a.stages > 0) produce<T, kMode, kRowsGroup>(a, header, ring);
     }
     return;  // the consumers wait for the predecessor
   }

@@ -108,6 +108,15 @@ __device__ __forceinline__ void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
+// The same for a region, 16-byte multiples (nothing before sm_90).
+__device__ __forceinline__ void bulk_prefetch_l2(const void* global, uint32_t bytes,
+                                                 CachePolicy policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global),
+               "r"(bytes), "l"(policy));
+#endif
+}
+
 // Closes the group of copies this thread has issued since the last commit; a group may be empty.
 __device__ __forceinline__ void cp_async_commit() {
 #if __CUDA_ARCH__ >= 800
@@ -166,6 +175,16 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
       : "memory");
 }
 
+// The same for what other blocks of the cluster have written: see store_remote.
+__device__ __forceinline__ void mbarrier_wait_remote(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      " @!done bra again;\n}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
 // One contiguous region, global to shared, completing on an mbarrier. 16-byte multiples throughout.
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint32_t bytes,
                                           uint64_t* barrier, CachePolicy policy) {
@@ -174,6 +193,45 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
       "[%1], "
       "%2, [%3], %4;" ::"r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// ---- clusters of blocks (sm_90) ---------------------------------------------------------------
+
+// Counts this block in at the cluster's barrier. All threads come here, and to the wait. Orders
+// nothing but the beginning of blocks and their mbarrier_init_fence; blocks that have ended count.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+// Returns when all blocks of the cluster have arrived.
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Writes to the shared memory of block `rank` of the cluster, where `mine` is in this block's, and
+// completes as many bytes of that block's `barrier`: who has waited for it (mbarrier_wait_remote)
+// sees them. The other block must have begun, and stay until then.
+__device__ __forceinline__ void store_remote(float4* mine, uint32_t rank, float4 x,
+                                             uint64_t* barrier) {
+  asm volatile(
+      "{\n .reg .b32 remote, arrived;\n"
+      " mapa.shared::cluster.u32 remote, %0, %2;\n"
+      " mapa.shared::cluster.u32 arrived, %1, %2;\n"
+      " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%3, %4, %5, %6}, "
+      "[arrived];\n}" ::"r"(shared_address(mine)),
+      "r"(shared_address(barrier)), "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+      : "memory");
+}
+__device__ __forceinline__ void store_remote(float2* mine, uint32_t rank, float2 x,
+                                             uint64_t* barrier) {
+  asm volatile(
+      "{\n .reg .b32 remote, arrived;\n"
+      " mapa.shared::cluster.u32 remote, %0, %2;\n"
+      " mapa.shared::cluster.u32 arrived, %1, %2;\n"
+      " st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [remote], {%3, %4}, "
+      "[arrived];\n}" ::"r"(shared_address(mine)),
+      "r"(shared_address(barrier)), "r"(rank), "f"(x.x), "f"(x.y)
       : "memory");
 }
 

@@ -22,8 +22,8 @@
 
 #include <stdint.h>
 
-#define TD_ABI_VERSION 3       // bump when a signature below changes
-#define TD_ATTENTION_CHUNK 64  // keys per attention partial; attention.cuh says why
+#define TD_ABI_VERSION 4       // bump when a signature below changes
+#define TD_ATTENTION_CHUNK 64  // keys, at least, of an attention partial
 #define TD_ARGMAX_SPLITS 128   // partial maxima per row of logits; sample.cu
 
 enum TdDtype { TD_FLOAT32 = 0, TD_FLOAT16 = 1, TD_BFLOAT16 = 2 };
@@ -82,8 +82,10 @@ int td_silu_mul(const void* gate_up, void* out, int64_t rows, int64_t intermedia
 // Query t of row b attends to keys 0 .. seq_lens[b] + t of kv head h / (H / K).
 //   q [B, T, H, D]: last two dimensions dense; k_cache, v_cache [B, K, S, D] dense, 16-byte
 //   aligned; out [B, T, H * D] dense. D is 64, 80, 96, 128 or 256; H a multiple of K. Slots past a
-//   row's end may hold anything. workspace: td_attention_workspace bytes, 16-byte aligned, its
-//   contents need no preparation and mean nothing afterwards.
+//   row's end may hold anything. Lengths, and the slots below them, are read early: they must not
+//   change in the launch directly in front of this one (a step has td_embed there). workspace:
+//   td_attention_workspace bytes, 16-byte aligned, its contents need no preparation and mean nothing
+//   afterwards.
 int td_attention(const void* q, const void* k_cache, const void* v_cache, const int32_t* seq_lens,
                  void* out, void* workspace, int64_t batch, int64_t tokens, int64_t heads,
                  int64_t kv_heads, int64_t head_dim, int64_t slots, int64_t q_batch_stride,

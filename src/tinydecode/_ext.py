@@ -12,7 +12,7 @@ import importlib.util
 import os
 from types import ModuleType
 
-ABI_VERSION = 3  # of kernels/td_api.h; module.cpp carries the same number
+ABI_VERSION = 4  # of kernels/td_api.h; module.cpp carries the same number
 
 VARIANTS = {12: "tinydecode-cu121", 13: "tinydecode-cu130"}  # by CUDA major version
 DRIVER_FLOORS = {12: (12000, "R525"), 13: (13000, "R580")}  # what cudaDriverGetVersion reports

@@ -56,6 +56,9 @@ inline void mbarrier_expect(uint64_t* barrier, uint32_t bytes) {
 inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   emu::mbarrier_wait(barrier, parity);
 }
+inline void mbarrier_wait_remote(uint64_t* barrier, uint32_t parity) {
+  emu::mbarrier_wait(barrier, parity);
+}
 inline void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
                       CachePolicy) {
   emu::async_copy(shared, global, bytes, barrier);
