@@ -140,6 +140,30 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// ---- clusters of blocks (nothing before sm_90) -----------------------------------------------
+
+// Counts this block in at the cluster's barrier. All threads come here, and to the wait. Orders
+// nothing but the beginning of blocks and their mbarrier_init_fence; blocks that have ended count.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+// Returns when all blocks of the cluster have arrived.
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Makes initialised mbarriers visible to the copy engine; a block barrier must still follow.
+__device__ __forceinline__ void mbarrier_init_fence() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 // ---- mbarriers and bulk copies (sm_90) -------------------------------------------------------
@@ -147,11 +171,6 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
                : "memory");
-}
-
-// Makes initialised mbarriers visible to the copy engine; a block barrier must still follow.
-__device__ __forceinline__ void mbarrier_init_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
@@ -196,18 +215,7 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
       : "memory");
 }
 
-// ---- clusters of blocks (sm_90) ---------------------------------------------------------------
-
-// Counts this block in at the cluster's barrier. All threads come here, and to the wait. Orders
-// nothing but the beginning of blocks and their mbarrier_init_fence; blocks that have ended count.
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-// Returns when all blocks of the cluster have arrived.
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+// ---- stores to other blocks of a cluster (sm_90) ----------------------------------------------
 
 // Writes to the shared memory of block `rank` of the cluster, where `mine` is in this block's, and
 // completes as many bytes of that block's `barrier`: who has waited for it (mbarrier_wait_remote)
