@@ -113,7 +113,7 @@ IN_CLUSTERS = [  # what is taken out, and what is left instead
     (r"mbarrier_init_fence\(\);", ";"),
     (r"mbarrier_expect\([^;]*\);", ";"),
     (r"mbarrier_expect\([^;]*\);", "mbarrier_arrive(meeting.arrived);"),
-    (r"mbarrier_wait\(meeting\.arrived, 0\);", ";"),
+    (r"mbarrier_wait_remote\(meeting\.arrived, 0\);", ";"),
 ]
 
 
