@@ -116,8 +116,9 @@ def test_clusters_change_no_bit(bench, keys: int, tokens: int, heads: int) -> No
         bench.schedule(seed, resident=seed, clusters=ROOM)
         workspace = bench.blank((size,), torch.float32)
         assert torch.equal(case.run(workspace=workspace.tensor), expected)
-        if bench.device.type == "cpu":
-            assert bool(workspace.tensor.isnan().all()), "was not launched in clusters"
+        if bench.device.type == "cpu":  # up to 64 slots there is one block, which is no cluster
+            in_cluster = bool(workspace.tensor.isnan().all())
+            assert in_cluster == (slots > 64), "was not launched in clusters"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
