@@ -102,13 +102,8 @@ __device__ __forceinline__ void load_past_l1(uint32_t* x, const void* global, Ca
 #endif
 }
 
-// Starts to bring the cache line of an address into L2. Changes nothing else, so an address that
-// was read from memory still being written does no harm.
-__device__ __forceinline__ void prefetch_l2(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-}
-
-// The same for a region, 16-byte multiples (nothing before sm_90).
+// Starts to bring a region into L2, 16-byte multiples (nothing before sm_90). Changes nothing else,
+// so an address that is read from memory still being written does no harm.
 __device__ __forceinline__ void bulk_prefetch_l2(const void* global, uint32_t bytes,
                                                  CachePolicy policy) {
 #if __CUDA_ARCH__ >= 900

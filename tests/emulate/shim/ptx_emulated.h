@@ -28,7 +28,6 @@ void load_past_l1(uint32_t* x, const void* global, CachePolicy) {
   }
   std::memcpy(x, global, 4 * kWords);
 }
-inline void prefetch_l2(const void*) {}
 inline void bulk_prefetch_l2(const void* global, uint32_t bytes, CachePolicy) {
   if ((reinterpret_cast<uintptr_t>(global) | bytes) % 16 != 0 || bytes == 0) {
     emu::fail(nullptr, "bulk prefetch that is not aligned to 16 bytes, or of nothing");
