@@ -69,22 +69,27 @@ def windows_perplexity(model: LlamaModel, token_ids: Tensor, size: int) -> float
     return math.exp(torch.cat(every).mean())
 
 
-def assert_not_above(logits: Tensor, torchs: Tensor, exact: Tensor) -> None:
-    """The error of `logits` is at most that of `torchs`, by each of three measures."""
-    assert logits.shape == torchs.shape == exact.shape
-    exact_logs = torch.log_softmax(exact, -1)
+def assert_not_above(logits: list[Tensor], torchs: list[Tensor], exact: list[Tensor]) -> None:
+    """The error of `logits`, of some texts [T, V], is at most that of `torchs`.
 
-    def measure(x: Tensor) -> tuple[float, float, float]:
-        difference = x.double() - exact
-        logs = torch.log_softmax(x.double(), -1)
-        divergence = (exact_logs.exp() * (exact_logs - logs)).sum(-1).mean()
-        return float(difference.norm()), float(divergence), float(difference.abs().max())
+    By three measures over all tokens: L2 norm, KL divergence, and the mean of every token's largest
+    error. The largest of all is that of a first token, one draw of rounding noise.
+    """
+    right = torch.cat(exact)
+    logs = torch.log_softmax(right, -1)
 
-    (l2, divergence, worst), theirs = measure(logits), measure(torchs)
-    assert l2 <= theirs[0], f"L2 error {l2:.4e}, torch's {theirs[0]:.4e}"
-    assert divergence <= theirs[1], f"KL divergence {divergence:.4e}, torch's {theirs[1]:.4e}"
-    # One logit of all decides this one, on either side.
-    assert worst <= 1.25 * theirs[2], f"largest error {worst:.4e}, torch's {theirs[2]:.4e}"
+    def measure(found: list[Tensor]) -> tuple[float, float, float]:
+        x = torch.cat(found).double()
+        assert x.shape == right.shape
+        largest = (x - right).abs().amax(-1)
+        divergence = (logs.exp() * (logs - torch.log_softmax(x, -1))).sum(-1).mean()
+        print(f"largest error of all {float(largest.max()):.4e}")
+        return float((x - right).norm()), float(divergence), float(largest.mean())
+
+    ours, theirs = measure(logits), measure(torchs)
+    for name, error, allowed in zip(("L2", "KL", "largest"), ours, theirs, strict=True):
+        print(f"{name} {error:.4e}, torch's {allowed:.4e}")
+        assert error <= allowed, f"{name}: error {error:.4e}, torch's {allowed:.4e}"
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -115,7 +120,7 @@ def test_fused_logits_are_no_worse_than_torchs(
         plain = load_hf(tmp_path, device="cuda")
         torchs = in_pieces(plain, token_ids, len(token_ids))
         exact = oracle.llama_logits(plain.config, plain.weights, token_ids)
-    assert_not_above(logits, torchs, exact)
+    assert_not_above([logits], [torchs], [exact])
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +152,11 @@ def test_perplexity_on_the_gpu(dtype: str, prose: Tensor) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @torch.inference_mode()
 def test_the_demo_models_logits_are_no_worse_than_torchs(dtype: str, prose: Tensor) -> None:
-    token_ids = prose[:600].cuda()
+    texts = [text.cuda() for text in torch.split(prose, 128)]  # each with a first token
     fused = load_hf(demo_model(), device="cuda", dtype=dtype)
-    logits = in_pieces(fused, token_ids, 8)
+    logits = [in_pieces(fused, text, 8) for text in texts]
     with ops.forced(ref):
         plain = load_hf(demo_model(), device="cuda", dtype=dtype)
-        torchs = in_pieces(plain, token_ids, len(token_ids))
-        exact = oracle.llama_logits(plain.config, plain.weights, token_ids)
+        torchs = [in_pieces(plain, text, len(text)) for text in texts]
+        exact = [oracle.llama_logits(plain.config, plain.weights, text) for text in texts]
     assert_not_above(logits, torchs, exact)
